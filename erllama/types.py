@@ -1,0 +1,111 @@
+"""What a request gives back: stream events, the completion, its statistics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+HitKind = Literal["exact", "partial", "cold", "sticky", "continuation"]
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheDelta:
+    """Tokens taken from the cache or live cells at admission, and tokens stored on top."""
+
+    read: int = 0
+    created: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """Token counts and wall-clock seconds of one request.
+
+    [0, n_cached) restored | [n_cached, n_prompt) prefilled | n_generated sampled.
+    `first_token_s` runs from submission to the first sampled token; the others are disjoint parts.
+    """
+
+    n_prompt: int = 0
+    n_cached: int = 0
+    n_generated: int = 0
+    queue_s: float = 0.0
+    restore_s: float = 0.0
+    prefill_s: float = 0.0
+    first_token_s: float = 0.0
+    decode_s: float = 0.0
+
+    @property
+    def n_computed(self) -> int:
+        """Prompt tokens that went through the model."""
+        return self.n_prompt - self.n_cached
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """Natural-log probability of one generated token before sampling, with the `top` alternatives."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """The outcome of one request.
+
+    `generated` holds every sampled id, end-of-generation included; `context_tokens` is the prompt
+    followed by it, and `committed_tokens` its length. `reply` ends before a matched stop string.
+    """
+
+    reply: str
+    generated: list[int]
+    context_tokens: list[int]
+    committed_tokens: int
+    finish_reason: FinishReason
+    seed: int
+    stop_sequence: str | None = None
+    logprobs: list[TokenLogprob] | None = None
+    finish_key: bytes | None = None
+    cache_hit_kind: HitKind = "cold"
+    cache_source: str | None = None
+    cache_delta: CacheDelta = field(default_factory=CacheDelta)
+    miss: str | None = None
+    stats: Stats = field(default_factory=Stats)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """Names one request; carried by each of its events."""
+
+    id: int
+    model_id: str
+
+    def __str__(self) -> str:
+        return f"{self.model_id}#{self.id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A piece of text: whole characters, never empty."""
+
+    text: str
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class TokenId:
+    """One sampled token id; every one is announced, with or without visible text."""
+
+    id: int
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The last event of a stream."""
+
+    completion: Completion
+    request: Request
+
+
+Event = Token | TokenId | Done
