@@ -42,13 +42,13 @@ def options(cls: type[T]) -> type[T]:
     """
     made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     generated = made.__init__
-    fields = {f.name: f for f in dataclasses.fields(made)}
+    fields = {f.name: f for f in dataclasses.fields(made)}  # type: ignore[arg-type]  # made a dataclass above
 
     def __init__(self: Any, **values: object) -> None:
         for name in values:
             if name not in fields:
                 raise unknown_option(name, fields, where=cls.__name__)
-        generated(self, **values)  # type: ignore[call-arg]  # names were checked above
+        generated(self, **values)
         for name, field in fields.items():
             value = getattr(self, name)
             try:
