@@ -254,6 +254,15 @@ class NativeLibraryError(EngineError):
     reason = "native_library"
 
 
+class FetchFailed(EngineError):
+    """A model could not be fetched; the message says what to do.
+
+    `reason` may be narrower: `no_pip`, `no_index`, `no_space` or `wrong_hash`.
+    """
+
+    reason = "fetch_failed"
+
+
 class NativeError(EngineError):
     """A C++ exception came out of llama.cpp; the message is its text. `reason` is `exception` or `oom`."""
 
@@ -270,7 +279,9 @@ def _all_subclasses(root: type[ErllamaError]) -> set[type[ErllamaError]]:
 class Reasons:
     """All reasons by name; the documentation and a test are generated from it."""
 
-    EXTRA: ClassVar[frozenset[str]] = frozenset({"oom", "timeout", "empty_prefix", "busy", "no_gpu"})
+    EXTRA: ClassVar[frozenset[str]] = frozenset(
+        {"oom", "timeout", "empty_prefix", "busy", "no_gpu", "no_pip", "no_index", "no_space", "wrong_hash"}
+    )
 
     @classmethod
     def all(cls) -> frozenset[str]:
