@@ -1,0 +1,59 @@
+"""erllama: local language models for trio, over the stock llama.cpp library.
+
+`open_engine()` gives an engine, `engine.load_model(path)` a model, `model.complete(prompt)` an answer and
+`model.stream(prompt)` its events as they come. Importing this loads no native code.
+"""
+
+from .errors import AlreadyLoaded as AlreadyLoaded
+from .errors import BatchOverflow as BatchOverflow
+from .errors import ContextOverflow as ContextOverflow
+from .errors import DecodeAborted as DecodeAborted
+from .errors import DecodeFailed as DecodeFailed
+from .errors import DecodeTimeout as DecodeTimeout
+from .errors import EngineError as EngineError
+from .errors import EngineReset as EngineReset
+from .errors import ErllamaError as ErllamaError
+from .errors import HandleClosed as HandleClosed
+from .errors import InvalidConfig as InvalidConfig
+from .errors import InvalidContent as InvalidContent
+from .errors import InvalidGrammar as InvalidGrammar
+from .errors import InvalidOption as InvalidOption
+from .errors import LoadFailed as LoadFailed
+from .errors import MalformedGguf as MalformedGguf
+from .errors import MissingConfig as MissingConfig
+from .errors import MissingOption as MissingOption
+from .errors import ModelCrashed as ModelCrashed
+from .errors import ModelLoading as ModelLoading
+from .errors import ModelWouldOom as ModelWouldOom
+from .errors import NativeError as NativeError
+from .errors import NativeLibraryError as NativeLibraryError
+from .errors import NoLogits as NoLogits
+from .errors import NoSession as NoSession
+from .errors import NotLoaded as NotLoaded
+from .errors import NotSupported as NotSupported
+from .errors import Overloaded as Overloaded
+from .errors import QueueFull as QueueFull
+from .errors import QueueTimeout as QueueTimeout
+from .errors import RequestError as RequestError
+from .errors import SeqCapacity as SeqCapacity
+from .errors import StickyBusy as StickyBusy
+from .errors import TranscriptMismatch as TranscriptMismatch
+from .errors import UnknownOption as UnknownOption
+from .options import ContextOptions as ContextOptions
+from .options import EngineConfig as EngineConfig
+from .options import ModelOptions as ModelOptions
+from .runtime.engine import Engine as Engine
+from .runtime.engine import open_engine as open_engine
+from .runtime.info import ModelInfo as ModelInfo
+from .runtime.info import RequestInfo as RequestInfo
+from .runtime.model import Model as Model
+from .runtime.model import collect as collect
+from .types import CacheDelta as CacheDelta
+from .types import Completion as Completion
+from .types import Done as Done
+from .types import Event as Event
+from .types import Request as Request
+from .types import Stats as Stats
+from .types import Token as Token
+from .types import TokenId as TokenId
+from .types import TokenLogprob as TokenLogprob

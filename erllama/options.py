@@ -29,7 +29,7 @@ class Rejected(Exception):
     """Raised by a check; its text completes "expected …"."""
 
 
-def option(default: Any, check: Check) -> Any:
+def option(*, default: Any, check: Check) -> Any:
     """A dataclass field with its check."""
     return dataclasses.field(default=default, metadata={"check": check})
 
@@ -217,16 +217,18 @@ class ModelOptions:
     `use_mmap`/`use_mlock` are the older spelling of `load_mode`; giving both is refused.
     """
 
-    n_gpu_layers: int = option(0, integer(-1))
-    split_mode: Literal["none", "layer", "row"] = option("layer", choice("none", "layer", "row"))
-    main_gpu: int = option(0, integer(0))
-    tensor_split: Sequence[float] = option((), tensor_shares)
-    load_mode: Literal["auto", "none", "mmap", "mlock", "mmap_mlock", "direct_io"] = option(
-        "auto", choice(*LOAD_MODES)
+    n_gpu_layers: int = option(default=0, check=integer(-1))
+    split_mode: Literal["none", "layer", "row"] = option(
+        default="layer", check=choice("none", "layer", "row")
     )
-    use_mmap: bool | None = option(None, optional(boolean))
-    use_mlock: bool | None = option(None, optional(boolean))
-    vocab_only: bool = option(False, boolean)
+    main_gpu: int = option(default=0, check=integer(0))
+    tensor_split: Sequence[float] = option(default=(), check=tensor_shares)
+    load_mode: Literal["auto", "none", "mmap", "mlock", "mmap_mlock", "direct_io"] = option(
+        default="auto", check=choice(*LOAD_MODES)
+    )
+    use_mmap: bool | None = option(default=None, check=optional(boolean))
+    use_mlock: bool | None = option(default=None, check=optional(boolean))
+    vocab_only: bool = option(default=False, check=boolean)
 
     @property
     def resolved_load_mode(self) -> str:
@@ -251,25 +253,25 @@ class ContextOptions:
     when None; `resolved()` fills them in.
     """
 
-    n_ctx: int | None = option(2048, optional(integer(1, 2**31 - 1)))
-    n_batch: int = option(512, integer(1, 2**20))
-    n_ubatch: int | None = option(None, optional(integer(1, 2**20)))
-    n_seq_max: int = option(1, integer(1, 128))
-    n_threads: int | None = option(None, optional(integer(1, 512)))
-    n_threads_batch: int | None = option(None, optional(integer(1, 512)))
-    flash_attn: bool | Literal["auto"] = option("auto", choice(True, False, "auto"))
-    type_k: KvType = option("f16", choice(*KV_TYPES))
-    type_v: KvType = option("f16", choice(*KV_TYPES))
-    kv_unified: bool = option(True, boolean)
-    embeddings: bool = option(False, boolean)
+    n_ctx: int | None = option(default=2048, check=optional(integer(1, 2**31 - 1)))
+    n_batch: int = option(default=512, check=integer(1, 2**20))
+    n_ubatch: int | None = option(default=None, check=optional(integer(1, 2**20)))
+    n_seq_max: int = option(default=1, check=integer(1, 128))
+    n_threads: int | None = option(default=None, check=optional(integer(1, 512)))
+    n_threads_batch: int | None = option(default=None, check=optional(integer(1, 512)))
+    flash_attn: bool | Literal["auto"] = option(default="auto", check=choice(True, False, "auto"))
+    type_k: KvType = option(default="f16", check=choice(*KV_TYPES))
+    type_v: KvType = option(default="f16", check=choice(*KV_TYPES))
+    kv_unified: bool = option(default=True, check=boolean)
+    embeddings: bool = option(default=False, check=boolean)
     pooling: Literal["none", "mean", "cls", "last", "rank"] | None = option(
-        None, optional(choice("none", "mean", "cls", "last", "rank"))
+        default=None, check=optional(choice("none", "mean", "cls", "last", "rank"))
     )
     prefill_chunk_size: int | float | None = option(
-        None, lambda v: v if v == math.inf else optional(integer(1))(v)
+        default=None, check=lambda v: v if v == math.inf else optional(integer(1))(v)
     )
-    step_target_s: float = option(0.5, number(0, above_low=True))
-    decode_budget_s: float | None = option(None, optional(number(0)))
+    step_target_s: float = option(default=0.5, check=number(0, above_low=True))
+    decode_budget_s: float | None = option(default=None, check=optional(number(0)))
 
     def resolved(self) -> ContextOptions:
         """The same options with every derived value filled in; `n_threads` never exceeds the usable CPUs."""
@@ -296,19 +298,19 @@ class GenerationOptions:
     top_k 40, top_p 0.95, min_p 0.05, repetition_penalty 1.0. `seed=None` draws one.
     """
 
-    max_tokens: int = option(64, integer(1))
-    temperature: float | None = option(None, optional(number(0)))
-    top_k: int | None = option(None, optional(integer(0)))
-    top_p: float | None = option(None, optional(number(0, 1)))
-    min_p: float | None = option(None, optional(number(0, 1)))
-    repetition_penalty: float | None = option(None, optional(number(0, above_low=True)))
-    seed: int | None = option(None, optional(integer(0, 2**32 - 2)))
-    grammar: str | None = option(None, optional(string))
-    grammar_first: bool = option(False, boolean)
-    stop: str | Sequence[str] = option((), stop_strings)
-    logit_bias: Mapping[int, float] | None = option(None, optional(logit_biases))
-    logprobs: int | None = option(None, optional(integer(0, 100)))
-    on_full: Literal["block", "error"] = option("block", choice("block", "error"))
+    max_tokens: int = option(default=64, check=integer(1))
+    temperature: float | None = option(default=None, check=optional(number(0)))
+    top_k: int | None = option(default=None, check=optional(integer(0)))
+    top_p: float | None = option(default=None, check=optional(number(0, 1)))
+    min_p: float | None = option(default=None, check=optional(number(0, 1)))
+    repetition_penalty: float | None = option(default=None, check=optional(number(0, above_low=True)))
+    seed: int | None = option(default=None, check=optional(integer(0, 2**32 - 2)))
+    grammar: str | None = option(default=None, check=optional(string))
+    grammar_first: bool = option(default=False, check=boolean)
+    stop: str | Sequence[str] = option(default=(), check=stop_strings)
+    logit_bias: Mapping[int, float] | None = option(default=None, check=optional(logit_biases))
+    logprobs: int | None = option(default=None, check=optional(integer(0, 100)))
+    on_full: Literal["block", "error"] = option(default="block", check=choice("block", "error"))
 
 
 @options
@@ -318,4 +320,4 @@ class EngineConfig:
     `stream_buffer_events`: how many events wait for a slow reader before its sequence skips steps.
     """
 
-    stream_buffer_events: int = option(256, integer(4))
+    stream_buffer_events: int = option(default=256, check=integer(4))

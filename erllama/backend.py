@@ -1,0 +1,181 @@
+"""What the engine needs from a model: a synchronous backend, driven from one thread.
+
+The engine plans a `Step` (rows of several sequences), the backend computes it in one go and samples
+every row that carries a sampler. `Backend` is the whole contract; only `open`, `close`, `step` and
+`cut` are required, and what a backend lacks surfaces as `NotSupported` where a caller asks for it.
+
+Thread: every method runs on the model's own thread, one call at a time, except `abort`, `piece`,
+`is_eog`, `tokenize`, `detokenize` and `new_sampler`, which any thread may call at any time.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from .errors import ErllamaError
+    from .types import TokenLogprob
+
+
+class MemoryKind(enum.Enum):
+    """How a model remembers a sequence, which decides how it may be cut and repaired."""
+
+    DENSE = "dense"
+    WINDOW = "window"
+    RECURRENT = "recurrent"
+    HYBRID = "hybrid"
+    WHOLE = "whole"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendFacts:
+    """What an opened backend offers.
+
+    `n_ctx` is the length one request may use; `n_cells` how many tokens all sequences together may
+    hold (per sequence where `streams_separate`); `n_slots` how many sequences may be live at once.
+    """
+
+    n_ctx: int
+    n_cells: int
+    n_batch: int
+    n_slots: int
+    n_vocab: int
+    n_threads: int = 0  # CPU threads a step computes with; 0: it takes no compute permit
+    memory_kind: MemoryKind = MemoryKind.DENSE
+    streams_separate: bool = False
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """A fully resolved sampler chain: nothing is left to a default."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    seed: int
+    grammar: str | None = None
+    grammar_first: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+
+
+class Sampler(Protocol):
+    """One request's sampler chain, with whatever state it carries from token to token."""
+
+    def close(self) -> None:
+        """Free it; calling twice is harmless."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Consecutive tokens of one sequence in a step: positions [pos, pos + len(tokens)).
+
+    With a `sampler`, a token is sampled after the last of them.
+    """
+
+    slot: int
+    pos: int
+    tokens: Sequence[int]
+    sampler: Sampler | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Rows in ascending slot order, computed together; `budget_s` is the wall clock they may take."""
+
+    rows: tuple[Row, ...]
+    budget_s: float | None = None
+
+    @property
+    def n_tokens(self) -> int:
+        """How many tokens the step feeds to the model."""
+        return sum(len(row.tokens) for row in self.rows)
+
+
+class StepStatus(enum.Enum):
+    """How a step ended, and what is true afterwards."""
+
+    OK = "ok"
+    NO_ROOM = "no_room"  # nothing changed; fewer tokens or fewer sequences may fit
+    ABORTED = "aborted"  # some rows may be in memory: ask `n_kv` per slot
+    TIMEOUT = "timeout"  # the budget ran out; the context must be rebuilt
+    FATAL = "fatal"  # the context must be rebuilt; `rc` has the code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """One sampled token."""
+
+    token: int
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """The outcome of a step. `sampled` is aligned with its rows; an error concerns that row alone."""
+
+    status: StepStatus
+    sampled: tuple[Sampled | ErllamaError | None, ...] = ()
+    rc: int = 0
+    compute_s: float = 0.0
+    sample_s: float = 0.0
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """A model that computes steps. See the module docstring for what is optional."""
+
+    def open(self) -> BackendFacts:
+        """Load everything. Raises a typed error and leaves nothing behind if it cannot."""
+
+    def close(self) -> None:
+        """Free everything."""
+
+    def step(self, step: Step) -> StepResult:
+        """Compute all rows and sample those that ask for it."""
+
+    def cut(self, slot: int, n_keep: int) -> bool:
+        """Keep [0, n_keep) of a sequence. False if that cannot be done exactly; 0 always can."""
+
+
+class OptionalBackend(Backend, Protocol):
+    """Everything a backend may offer besides."""
+
+    def load_fraction(self) -> float:
+        """How far a running `open` is, from 0 to 1. Any thread."""
+
+    def cancel_open(self) -> None:
+        """Make a running `open` give up soon. Any thread."""
+
+    def n_kv(self, slot: int) -> int:
+        """Tokens of the sequence that are in memory."""
+
+    def rebuild(self) -> None:
+        """Make a fresh, empty context; the weights stay loaded."""
+
+    def abort(self) -> None:
+        """Make the running step end early, with ABORTED. Any thread, no lock."""
+
+    def new_sampler(self, params: SamplingParams) -> Sampler:
+        """A sampler chain. Raises `InvalidGrammar`."""
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Text to token ids."""
+
+    def detokenize(self, tokens: Sequence[int]) -> bytes:
+        """Token ids to UTF-8 bytes."""
+
+    def piece(self, token: int) -> bytes:
+        """The bytes a token shows; empty for control tokens."""
+
+    def is_eog(self, token: int) -> bool:
+        """Whether the token ends a generation."""

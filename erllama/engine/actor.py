@@ -1,0 +1,363 @@
+"""The actor of one model: the only writer of its sequences.
+
+One turn of the loop: sweep out who was cancelled, admit who fits, plan a step, run it on the model's
+own thread, apply the result, deliver. Everything between two awaits is sync, so clients may submit
+and cancel at any moment, also while a step runs: they only ever touch the queue and a flag.
+
+Rule 1: a step in flight is aborted early only if every row of it belongs to cancelled requests.
+Rule 2: after an abort each sequence is repaired from what memory really holds; the context is rebuilt
+only after a time-out, a fatal code or an exception, and then everybody who runs fails, nobody who waits.
+Rule 3: a full cache is never an error to a client: the youngest sequence waits and is computed again.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import trio
+
+from erllama.backend import Backend, BackendFacts, Row, Sampled, Step, StepResult, StepStatus
+from erllama.errors import (
+    ContextOverflow,
+    DecodeFailed,
+    DecodeTimeout,
+    EngineError,
+    EngineReset,
+    ErllamaError,
+    NotLoaded,
+    SeqCapacity,
+)
+
+from .admission import Lanes
+from .pace import Pace
+from .planner import PIECE, Limits, Share, lacks_cells, plan_step
+from .state import Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from erllama.options import ContextOptions
+
+    from .runner import Runner
+    from .sequence import Sequence
+
+log = logging.getLogger("erllama.engine")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorStatistics:
+    """Counters since the model was loaded, and gauges of this moment."""
+
+    n_steps: int
+    n_prefill_tokens: int
+    n_decode_rows: int
+    n_preempted: int
+    n_refused_steps: int
+    n_aborted_steps: int
+    n_rebuilt: int
+    compute_s: float
+    sample_s: float
+    n_waiting: int
+    n_prefilling: int
+    n_decoding: int
+    n_slots: int
+    n_available: int
+
+
+class Actor:
+    """Runs the requests of one opened backend."""
+
+    def __init__(
+        self, model_id: str, backend: Backend, facts: BackendFacts, options: ContextOptions, runner: Runner
+    ) -> None:
+        self.model_id = model_id
+        self.facts = facts
+        self._backend = backend
+        self._options = options
+        self._runner = runner
+        self._lanes = Lanes(facts)
+        self._pace = Pace()
+        self._in_flight: list[Sequence] = []
+        self._aborting = False
+        self._squeeze: int | None = None  # a smaller prefill chunk after a refused step
+        self._wakeup = trio.Event()
+        self._stopped: ErllamaError | None = None
+        self._n = dict.fromkeys(
+            (
+                "steps",
+                "prefill_tokens",
+                "decode_rows",
+                "preempted",
+                "refused_steps",
+                "aborted_steps",
+                "rebuilt",
+            ),
+            0,
+        )
+        self._compute_s = self._sample_s = 0.0
+
+    def __repr__(self) -> str:
+        s = self.statistics()
+        return (
+            f"<Actor {self.model_id}: {s.n_decoding} decode, {s.n_prefilling} prefill, {s.n_waiting} queued>"
+        )
+
+    # --- what clients may do at any moment: sync, no I/O ---
+
+    def submit(self, seq: Sequence) -> None:
+        """Queue a request. Raises `SeqCapacity` (on_full="error") or the reason why the actor ended."""
+        if self._stopped is not None:
+            raise self._stopped
+        if seq.options.on_full == "error" and (self._lanes.waiting or not self._lanes.can_admit(seq)):
+            raise SeqCapacity(f"all {self._lanes.n_slots} sequences of {self.model_id!r} are busy")
+        self._lanes.waiting.append(seq)
+        self.wake()
+
+    def cancel(self, seq: Sequence) -> None:
+        """End a request at the next step's border, sooner if it is alone in the running step. Idempotent."""
+        seq.cancelled = True
+        self.wake()
+        if not self._aborting and self._in_flight and all(s.cancelled for s in self._in_flight):
+            self._aborting = True
+            self._abort()
+
+    def wake(self) -> None:
+        """Something changed that may make a step possible."""
+        self._wakeup.set()
+
+    def statistics(self) -> ActorStatistics:
+        """A consistent reading; never waits."""
+        running = self._lanes.running.values()
+        return ActorStatistics(
+            **{f"n_{name}": count for name, count in self._n.items()},
+            compute_s=self._compute_s,
+            sample_s=self._sample_s,
+            n_waiting=len(self._lanes.waiting),
+            n_prefilling=sum(s.phase is Phase.PREFILL for s in running),
+            n_decoding=sum(s.phase is Phase.DECODE for s in running),
+            n_slots=self._lanes.n_slots,
+            n_available=self._lanes.n_available,
+        )
+
+    def sequences(self) -> list[Sequence]:
+        """Everything that runs or waits, in order of arrival."""
+        return sorted([*self._lanes.running.values(), *self._lanes.waiting], key=lambda s: s.arrival)
+
+    # --- the loop ---
+
+    async def run(self) -> None:
+        """Serve until cancelled. Every client gets an end, however this ends.
+
+        Cancellation: the running step is aborted and waited for; clients get `NotLoaded`.
+        """
+        reason: ErllamaError = EngineError(f"the engine of {self.model_id!r} stopped")
+        try:
+            while True:
+                await self._turn()
+        except trio.Cancelled:
+            reason = NotLoaded(f"model {self.model_id!r} was unloaded")
+            raise
+        except Exception as crash:
+            reason = EngineError(f"the engine of {self.model_id!r} failed: {crash!r}", reason="engine_error")
+            raise
+        finally:
+            self._stop(reason)
+
+    def _stop(self, reason: ErllamaError) -> None:
+        self._stopped = reason
+        for seq in self.sequences():
+            seq.fail(reason)
+        self._lanes.waiting.clear()
+        self._lanes.running.clear()
+
+    async def _turn(self) -> None:
+        self._wakeup = trio.Event()
+        self._sweep()
+        now = trio.current_time()
+        while self._lanes.admit_next(now) is not None:
+            pass
+        self._make_room()
+        shares = self._plan()
+        if shares:
+            await self._step(shares)
+        else:
+            await self._wakeup.wait()
+
+    def _sweep(self) -> None:
+        for seq in [s for s in self._lanes.running.values() if s.cancelled]:
+            self._lanes.release(seq.finish("cancelled", trio.current_time()))
+        for seq in [s for s in self._lanes.waiting if s.cancelled]:
+            self._lanes.withdraw(seq)
+            seq.finish("cancelled", trio.current_time())
+
+    def _ready(self) -> list[Sequence]:
+        return [s for s in self._lanes.running.values() if s.buffer.has_room]
+
+    def _make_room(self) -> None:
+        while lacks_cells(self._ready(), self._lanes.n_free_cells):
+            if not self._preempt():
+                break
+
+    def _preempt(self) -> bool:
+        seq = self._lanes.preempt_youngest()
+        if seq is None:
+            return False
+        self._n["preempted"] += 1
+        log.info("%s: preempted %s, no cell is free", self.model_id, seq.request)
+        return True
+
+    def _plan(self) -> list[Share]:
+        chunk = self._options.prefill_chunk_size
+        chunk = self.facts.n_batch if chunk is None or chunk == math.inf else int(chunk)
+        limits = Limits(
+            n_batch=self.facts.n_batch,
+            prefill_chunk=min(chunk, self._squeeze or chunk),
+            n_cells=self._lanes.n_free_cells,
+            prefill_budget=self._pace.prefill_budget(self._options.step_target_s),
+        )
+        return plan_step(self._ready(), limits)
+
+    async def _step(self, shares: list[Share]) -> None:
+        self._in_flight = [self._lanes.running[share.slot] for share in shares]
+        self._aborting = False
+        n_decode = sum(share.sampled for share in shares)
+        n_prefill = sum(share.n for share in shares) - n_decode
+        step = Step(
+            tuple(_row(share, seq) for share, seq in zip(shares, self._in_flight, strict=True)),
+            self._pace.budget_s(self._options.decode_budget_s, n_decode, n_prefill),
+        )
+        drops, self._lanes.to_drop = self._lanes.to_drop, []
+        try:
+            result = await self._runner.run(self._on_model_thread, drops, step, on_cancel=self._abort)
+        except ErllamaError as error:
+            await self._rebuild(error)
+            return
+        finally:
+            self._in_flight = []
+        self._compute_s += result.compute_s
+        self._sample_s += result.sample_s
+        match result.status:
+            case StepStatus.OK:
+                self._n["steps"] += 1
+                self._n["decode_rows"] += n_decode
+                self._n["prefill_tokens"] += n_prefill
+                self._pace.observe(n_decode, n_prefill, result.compute_s)
+                self._squeeze = None
+                self._apply(shares, result)
+            case StepStatus.NO_ROOM:
+                self._n["refused_steps"] += 1
+                self._yield_room(shares)
+            case StepStatus.ABORTED:
+                self._n["aborted_steps"] += 1
+                await self._repair(shares)
+            case StepStatus.TIMEOUT:
+                await self._rebuild(
+                    DecodeTimeout(f"a step of {step.n_tokens} tokens took longer than {step.budget_s:.3g} s")
+                )
+            case StepStatus.FATAL:
+                await self._rebuild(DecodeFailed(rc=result.rc))
+
+    def _on_model_thread(self, drops: list[int], step: Step) -> StepResult:
+        for slot in drops:
+            self._backend.cut(slot, 0)
+        return self._backend.step(step)
+
+    def _abort(self) -> None:
+        abort: Callable[[], None] | None = getattr(self._backend, "abort", None)
+        if abort is not None:
+            abort()
+
+    # --- what a step changes ---
+
+    def _apply(self, shares: list[Share], result: StepResult) -> None:
+        now = trio.current_time()
+        for share, sampled in zip(shares, result.sampled, strict=True):
+            seq = self._lanes.running[share.slot]
+            seq.computed(share.start + share.n, now)
+            if seq.cancelled or sampled is None:
+                continue
+            if isinstance(sampled, ErllamaError):
+                self._lanes.release(seq.fail(sampled))
+                continue
+            self._accept(seq, sampled, now)
+            seq.check()
+
+    def _accept(self, seq: Sequence, sampled: Sampled, now: float) -> None:
+        is_eog: Callable[[int], bool] = getattr(self._backend, "is_eog", lambda _: False)
+        piece: Callable[[int], bytes] = getattr(self._backend, "piece", lambda _: b"")
+        reason = seq.accept(sampled, piece=piece(sampled.token), is_eog=is_eog(sampled.token), now=now)
+        if reason is not None:
+            self._lanes.release(seq.finish(reason, now))
+
+    def _yield_room(self, shares: list[Share]) -> None:
+        """The model refused for lack of cells, and nothing changed: ask for less, then for fewer."""
+        largest = max(shares, key=lambda share: share.n)
+        if largest.n > PIECE:
+            self._squeeze = max(PIECE, largest.n // 2 // PIECE * PIECE)
+        elif not self._preempt():
+            seq = self._lanes.running[largest.slot]
+            if seq.n_generated:
+                self._lanes.release(seq.finish("length", trio.current_time()))
+            else:
+                error = ContextOverflow(
+                    f"the model has no room for a prompt of {seq.n_prompt} tokens",
+                    detail={"n_prompt": seq.n_prompt, "n_ctx": self.facts.n_ctx},
+                )
+                self._lanes.release(seq.fail(error))
+
+    async def _repair(self, shares: list[Share]) -> None:
+        """Set every surviving sequence of an aborted step to what its memory really holds."""
+        survivors = [(s.slot, s) for share in shares if not (s := self._lanes.running[share.slot]).cancelled]
+        if not survivors:
+            return
+        targets = [(slot, seq.n_tokens - 1) for slot, seq in survivors]
+        try:
+            kept = await self._runner.run(self._cut_on_model_thread, targets, on_cancel=self._abort)
+        except ErllamaError as error:
+            await self._rebuild(error)
+            return
+        for (_, seq), n_kv in zip(survivors, kept, strict=True):
+            seq.rewind(n_kv)
+
+    def _cut_on_model_thread(self, targets: list[tuple[int, int]]) -> list[int]:
+        """Cut each slot to what is both in memory and at most its target; 0 where that cannot be exact."""
+        n_kv: Callable[[int], int] = getattr(self._backend, "n_kv", lambda _: 0)
+        kept = []
+        for slot, most in targets:
+            n = min(n_kv(slot), most)
+            if n and not self._backend.cut(slot, n):
+                n = 0
+            if not n:
+                self._backend.cut(slot, 0)
+            kept.append(n)
+        return kept
+
+    async def _rebuild(self, error: ErllamaError) -> None:
+        """A fresh context. Who ran fails with `error`; who waits goes on."""
+        log.error("%s: rebuilding the context after %s", self.model_id, error)
+        for slot, seq in list(self._lanes.running.items()):
+            seq.fail(error)
+            self._lanes.release(slot)
+        rebuild: Callable[[], None] | None = getattr(self._backend, "rebuild", None)
+        if rebuild is None:
+            raise error
+        self._lanes.to_drop.clear()
+        self._n["rebuilt"] += 1
+        await self._runner.run(rebuild)
+
+    async def reset(self, matches: Callable[[Sequence], bool]) -> int:
+        """End the requests that match with `EngineReset`, now, even while a step is stuck. How many."""
+        hit = [s for s in self.sequences() if matches(s) and s.phase is not Phase.FINISHED]
+        for seq in hit:
+            seq.buffer.end(EngineReset(f"request {seq.request} was reset"))
+            self.cancel(seq)
+        await trio.lowlevel.checkpoint()
+        return len(hit)
+
+
+def _row(share: Share, seq: Sequence) -> Row:
+    tokens = seq.ledger[share.start : share.start + share.n]
+    return Row(share.slot, share.start, tokens, seq.sampler if share.sampled else None)

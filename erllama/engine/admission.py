@@ -1,0 +1,90 @@
+"""Who waits, who runs, and in which lane: the slots and cells of one context.
+
+Sync and pure of I/O. Slots are handed out lowest first, because llama.cpp batches separate streams
+only where their ids are adjacent. Cells are counted by what sequences already hold or are known to
+need, plus a small reserve for decoding, never by `max_tokens`: when room runs out after all, the
+youngest sequence gives up its cells and waits again.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from erllama.backend import BackendFacts
+
+    from .sequence import Sequence
+
+DECODE_RESERVE = 32  # cells kept for each running sequence to grow into
+
+
+class Lanes:
+    """The waiting queue and the running sequences."""
+
+    def __init__(self, facts: BackendFacts) -> None:
+        self._n_cells = None if facts.streams_separate else facts.n_cells
+        self._free = list(range(facts.n_slots))
+        heapq.heapify(self._free)
+        self.n_slots = facts.n_slots
+        self.waiting: deque[Sequence] = deque()
+        self.running: dict[int, Sequence] = {}
+        self.to_drop: list[int] = []  # lanes whose memory is stale; cleared before the next step
+
+    def __repr__(self) -> str:
+        return f"<Lanes {len(self.running)}/{self.n_slots} running, {len(self.waiting)} waiting>"
+
+    @property
+    def n_available(self) -> int:
+        """Slots nobody owns."""
+        return len(self._free)
+
+    @property
+    def n_free_cells(self) -> int | None:
+        """Cells nobody holds; None where every sequence has its own."""
+        if self._n_cells is None:
+            return None
+        return self._n_cells - sum(s.n_kv for s in self.running.values())
+
+    def can_admit(self, seq: Sequence) -> bool:
+        """Whether `seq` could run now."""
+        if not self._free:
+            return False
+        if self._n_cells is None or not self.running:
+            return True
+        return sum(map(_need, self.running.values())) + _need(seq) <= self._n_cells
+
+    def admit_next(self, now: float) -> Sequence | None:
+        """Give the head of the queue a slot if it fits; strictly first come, first served."""
+        if not self.waiting or not self.can_admit(self.waiting[0]):
+            return None
+        seq = self.waiting.popleft()
+        slot = heapq.heappop(self._free)
+        self.running[slot] = seq
+        seq.admit(slot, now)
+        return seq
+
+    def release(self, slot: int | None) -> None:
+        """A lane was given up; its memory is dropped before it is used again."""
+        if slot is not None:
+            del self.running[slot]
+            heapq.heappush(self._free, slot)
+            self.to_drop.append(slot)
+
+    def preempt_youngest(self) -> Sequence | None:
+        """Send the youngest running sequence back to the head of the queue; None if only one runs."""
+        if len(self.running) < 2:
+            return None
+        seq = max(self.running.values(), key=lambda s: s.arrival)
+        self.release(seq.preempt())
+        self.waiting.appendleft(seq)
+        return seq
+
+    def withdraw(self, seq: Sequence) -> None:
+        """Take a waiting sequence out of the queue."""
+        self.waiting.remove(seq)
+
+
+def _need(seq: Sequence) -> int:
+    return seq.n_tokens + min(DECODE_RESERVE, max(seq.n_left, 0))

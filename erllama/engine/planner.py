@@ -1,0 +1,103 @@
+"""Which tokens go into the next step: pure, sync, and the only place that decides it.
+
+Interval map of one sequence: [0, n_kv) in memory | [n_kv, n_tokens - 1) to prefill | the last
+token, a row of its own. The last token of a prompt is therefore computed exactly like a sampled
+one, in cold and warm runs alike, and a sequence that is decoding is one that lacks only that row.
+
+Rule 1: everybody who decodes gets a row in every step, before any prefill.
+Rule 2: prefill shares what is left, oldest first, at most `prefill_chunk` tokens a sequence.
+Rule 3: a step never needs more cells than are free, nor more tokens than `n_batch`.
+Rule 4: pieces end at multiples of `PIECE` where they can, because pieces of at least 64 rows use the
+same attention kernel: the same cuts give the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PIECE = 64  # rows; ggml's CPU flash attention changes kernels below this
+
+
+class Plannable(Protocol):
+    """What the planner looks at."""
+
+    @property
+    def slot(self) -> int:
+        """The lane it owns."""
+
+    @property
+    def n_kv(self) -> int:
+        """Tokens in memory."""
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens known: prompt and generated."""
+
+    @property
+    def arrival(self) -> int:
+        """Order of submission; lower is older."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """`n` tokens of `slot` from `start` on; `sampled` when they include the sequence's last token."""
+
+    slot: int
+    start: int
+    n: int
+    sampled: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one step may use. `n_cells` is None where each sequence has cells of its own."""
+
+    n_batch: int
+    prefill_chunk: int
+    n_cells: int | None
+    prefill_budget: int  # tokens of prefill that keep the step within its time target
+
+
+def plan_step(ready: Sequence[Plannable], limits: Limits) -> list[Share]:
+    """Shares of the next step, in ascending slot order; empty when nothing can run.
+
+    `ready` are the sequences with a slot whose reader keeps up. A decoding sequence that finds no
+    cell is left out: `lacks_cells` tells the caller to make room first.
+    """
+    decoding = sorted((s for s in ready if s.n_kv == s.n_tokens - 1), key=lambda s: s.arrival)
+    filling = sorted((s for s in ready if s.n_kv < s.n_tokens - 1), key=lambda s: s.arrival)
+    room = limits.n_batch if limits.n_cells is None else min(limits.n_batch, limits.n_cells)
+
+    shares = [Share(s.slot, s.n_kv, 1, True) for s in decoding[:room]]
+    room -= len(shares)
+    alone = not shares and len(filling) == 1
+    budget = room if alone else min(room, max(PIECE, limits.prefill_budget))
+    for s in filling:
+        n = _piece(s.n_kv, s.n_tokens - 1, min(limits.prefill_chunk, budget), whole_only=bool(shares))
+        if n:
+            shares.append(Share(s.slot, s.n_kv, n, False))
+            budget -= n
+    return sorted(shares, key=lambda share: share.slot)
+
+
+def lacks_cells(ready: Sequence[Plannable], n_free: int | None) -> bool:
+    """Whether the running sequences need more cells for one token each than are free."""
+    return n_free is not None and len(ready) > n_free
+
+
+def _piece(start: int, end: int, most: int, *, whole_only: bool) -> int:
+    """How much of [start, end) to take: up to `most`, ending at a multiple of PIECE unless it is the rest.
+
+    `whole_only`: rather nothing than a piece below PIECE; without it the step would be empty.
+    """
+    n = min(end - start, most)
+    if n == end - start:
+        return n
+    aligned = (start + n) // PIECE * PIECE - start
+    if aligned > 0:
+        return aligned
+    return 0 if whole_only else n

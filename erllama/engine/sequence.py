@@ -1,0 +1,223 @@
+"""The token state of one request, from submission to its last event.
+
+Invariants, asserted by `check` after every step:
+  0 <= n_kv <= len(ledger), and len(ledger) - n_kv == 1 while decoding;
+  a slot is owned exactly in PREFILL and DECODE.
+The ledger is the prompt followed by every sampled token; its last token is *pending*: known, but not
+yet in memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from erllama.types import Completion, Done, Event, FinishReason, Request, Stats, Token, TokenId, TokenLogprob
+
+from .state import Happening, Lifecycle, Phase
+from .text import TextAssembler
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    from erllama.backend import Sampled, Sampler
+    from erllama.options import GenerationOptions
+
+    from .stream import EventBuffer
+
+
+@dataclass(slots=True)
+class Timeline:
+    """When things happened, on trio's clock; None until they did."""
+
+    submitted: float
+    admitted: float | None = None
+    prefilled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+
+class Sequence:
+    """One request in the engine."""
+
+    def __init__(
+        self,
+        *,
+        request: Request,
+        prompt: Seq[int],
+        options: GenerationOptions,
+        sampler: Sampler | None,
+        seed: int,
+        n_ctx: int,
+        buffer: EventBuffer,
+        now: float,
+    ) -> None:
+        self.request = request
+        self.options = options
+        self.sampler = sampler
+        self.seed = seed
+        self.buffer = buffer
+        self.ledger = list(prompt)
+        self.n_prompt = len(prompt)
+        self.n_kv = 0
+        self._slot: int | None = None
+        self.times = Timeline(now)
+        self.cancelled = False
+        self._n_ctx = n_ctx
+        self._life = Lifecycle()
+        self._text = TextAssembler(options.stop)
+        self._logprobs: list[TokenLogprob] | None = None if options.logprobs is None else []
+
+    def __repr__(self) -> str:
+        return (
+            f"<Sequence {self.request} {self.phase.value} {self.n_kv}/{len(self.ledger)} slot={self._slot}>"
+        )
+
+    # --- what the planner sees ---
+
+    @property
+    def slot(self) -> int:
+        """The lane it owns. Only while it owns one."""
+        assert self._slot is not None
+        return self._slot
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether it owns a lane."""
+        return self._slot is not None
+
+    @property
+    def n_tokens(self) -> int:
+        """Prompt and generated tokens."""
+        return len(self.ledger)
+
+    @property
+    def arrival(self) -> int:
+        """Order of submission."""
+        return self.request.id
+
+    @property
+    def phase(self) -> Phase:
+        """Where it is."""
+        return self._life.phase
+
+    @property
+    def n_generated(self) -> int:
+        """Sampled tokens."""
+        return len(self.ledger) - self.n_prompt
+
+    @property
+    def n_left(self) -> int:
+        """Tokens it may still generate."""
+        return min(self.options.max_tokens - self.n_generated, self._n_ctx - len(self.ledger))
+
+    def check(self) -> None:
+        """Assert the invariants above."""
+        assert 0 <= self.n_kv <= len(self.ledger), self
+        assert self.phase is not Phase.DECODE or len(self.ledger) - self.n_kv == 1, self
+        assert self.has_slot == (self.phase in (Phase.PREFILL, Phase.DECODE)), self
+
+    # --- transitions ---
+
+    def admit(self, slot: int, now: float) -> None:
+        """It gets a lane whose memory is empty."""
+        self._slot, self.n_kv = slot, 0
+        self._life.fire(Happening.ADMITTED)
+        if self.times.admitted is None:
+            self.times.admitted = now
+        self._note_prefill(now)
+
+    def preempt(self) -> int:
+        """It gives its lane up and waits; returns the lane."""
+        self._life.fire(Happening.PREEMPTED)
+        return self._leave_slot()
+
+    def rewind(self, n_kv: int) -> None:
+        """Memory beyond `n_kv` was lost; the last known token always remains to be computed."""
+        assert n_kv < len(self.ledger)
+        self.n_kv = n_kv
+        if len(self.ledger) - n_kv > 1 or self.phase is Phase.PREFILL:
+            self._life.fire(Happening.REWOUND)
+
+    def computed(self, n_kv: int, now: float) -> None:
+        """The model has seen the tokens before `n_kv`."""
+        self.n_kv = n_kv
+        self._note_prefill(now)
+
+    def _note_prefill(self, now: float) -> None:
+        if self.phase is Phase.PREFILL and self.n_kv >= len(self.ledger) - 1:
+            self._life.fire(Happening.PREFILLED)
+            if self.times.prefilled is None:
+                self.times.prefilled = now
+
+    def _leave_slot(self) -> int:
+        slot = self.slot
+        self._slot, self.n_kv = None, 0
+        return slot
+
+    # --- output ---
+
+    def accept(self, sampled: Sampled, *, piece: bytes, is_eog: bool, now: float) -> FinishReason | None:
+        """Take the sampled token, deliver what it shows, say whether that ends the answer."""
+        if self.times.first_token is None:
+            self.times.first_token = now
+        self.ledger.append(sampled.token)
+        if self._logprobs is not None and sampled.logprob is not None:
+            self._logprobs.append(sampled.logprob)
+        text = "" if is_eog else self._text.feed(piece)
+        events: list[Event] = [TokenId(sampled.token, self.request)]
+        if text:
+            events.append(Token(text, self.request))
+        self.buffer.put_nowait(*events)
+        if is_eog or self._text.stop_sequence is not None:
+            return "stop"
+        return "length" if self.n_left <= 0 else None
+
+    def finish(self, reason: FinishReason, now: float) -> int | None:
+        """Deliver the rest and Done; returns the lane it gives up, if it had one."""
+        rest = self._text.finish()
+        if rest:
+            self.buffer.put_nowait(Token(rest, self.request))
+        self.times.finished = now
+        self.buffer.put_nowait(Done(self._completion(reason), self.request))
+        return self._end(None)
+
+    def fail(self, error: BaseException | None) -> int | None:
+        """End without Done: the reader gets `error`. Returns the lane it gives up, if it had one."""
+        return self._end(error)
+
+    def _end(self, error: BaseException | None) -> int | None:
+        slot = self._leave_slot() if self.has_slot else None
+        self._life.fire(Happening.FINISHED)
+        self.buffer.end(error)
+        if self.sampler is not None:
+            self.sampler.close()
+        return slot
+
+    def _completion(self, reason: FinishReason) -> Completion:
+        return Completion(
+            reply=self._text.text,
+            generated=self.ledger[self.n_prompt :],
+            context_tokens=list(self.ledger),
+            committed_tokens=len(self.ledger),
+            finish_reason=reason,
+            seed=self.seed,
+            stop_sequence=self._text.stop_sequence,
+            logprobs=self._logprobs,
+            stats=self._stats(),
+        )
+
+    def _stats(self) -> Stats:
+        t = self.times
+        end = t.finished if t.finished is not None else t.submitted
+        admitted = t.admitted if t.admitted is not None else end
+        prefilled = t.prefilled if t.prefilled is not None else end
+        first = t.first_token if t.first_token is not None else end
+        return Stats(
+            n_prompt=self.n_prompt,
+            n_generated=self.n_generated,
+            queue_s=admitted - t.submitted,
+            prefill_s=prefilled - admitted,
+            first_token_s=first - t.submitted,
+            decode_s=end - prefilled,
+        )

@@ -1,0 +1,73 @@
+"""The bounded channel between the engine and one client.
+
+The engine never waits: it asks `has_room` before it plans a sequence, and a stream without room
+leaves that sequence out of the step. The client waits in `receive`, and every event it takes may
+make the sequence plannable again (`on_room`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import trio
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from erllama.types import Event
+
+EVENTS_PER_STEP = 4  # TokenId, Token, the held-back Token at the end, Done
+
+
+class EventBuffer:
+    """Events of one request on their way to its reader."""
+
+    def __init__(self, capacity: int, on_room: Callable[[], None]) -> None:
+        self._events: deque[Event] = deque()
+        self._capacity = capacity
+        self._on_room = on_room
+        self._wakeup = trio.lowlevel.ParkingLot()
+        self._ended = False
+        self._error: BaseException | None = None
+
+    def __repr__(self) -> str:
+        return f"<EventBuffer {len(self._events)}/{self._capacity}{' ended' if self._ended else ''}>"
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether whatever one step may deliver still fits."""
+        return len(self._events) + EVENTS_PER_STEP <= self._capacity
+
+    def put_nowait(self, *events: Event) -> None:
+        """Deliver; the caller has checked `has_room` when it planned the step."""
+        self._events.extend(events)
+        self._wakeup.unpark_all()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """No more events; after the delivered ones the reader gets `error`, or the end."""
+        if not self._ended:
+            self._ended, self._error = True, error
+            self._wakeup.unpark_all()
+
+    async def receive(self) -> Event:
+        """The next event. Raises the error the stream ended with, or `trio.EndOfChannel`.
+
+        Cancellation: nothing is lost, the next call gets the event.
+        """
+        await trio.lowlevel.checkpoint_if_cancelled()
+        while not self._events:
+            if self._ended:
+                if self._error is not None:
+                    raise self._error
+                raise trio.EndOfChannel
+            await self._wakeup.park()
+        had_room = self.has_room
+        event = self._events.popleft()
+        if not had_room and self.has_room:
+            self._on_room()
+        await trio.lowlevel.cancel_shielded_checkpoint()
+        return event

@@ -1,0 +1,178 @@
+"""Engine: the models of one application, and the nursery they live in."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
+
+import trio
+
+from erllama.engine.handle import Handle
+from erllama.errors import AlreadyLoaded, InvalidConfig, MissingConfig, NotLoaded
+from erllama.options import ContextOptions, EngineConfig, ModelOptions
+
+from .model import Model
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from erllama.backend import Backend
+    from erllama.types import Request
+
+    from .info import ModelInfo, RequestInfo
+
+log = logging.getLogger("erllama.runtime")
+
+
+class EngineOverrides(TypedDict, total=False):
+    """See `erllama.options.EngineConfig`."""
+
+    stream_buffer_events: int
+
+
+class Engine:
+    """Models by id. Made by `open_engine`, which owns its tasks."""
+
+    def __init__(self, config: EngineConfig, nursery: trio.Nursery) -> None:
+        self.config = config
+        self._nursery = nursery
+        self._models: dict[str, Model] = {}
+        self._loading: set[str] = set()
+        self._numbers = itertools.count(1)
+
+    def __repr__(self) -> str:
+        return f"<Engine {', '.join(map(repr, self._models.values())) or 'without models'}>"
+
+    async def load_model(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        model_id: str | None = None,
+        model: ModelOptions | None = None,
+        context: ContextOptions | None = None,
+        backend: Literal["llama"] | Backend = "llama",
+        progress: Callable[[float], None] | None = None,
+    ) -> Model:
+        """Load a GGUF file and start serving it.
+
+        `progress` gets fractions from 0 to 1 in the trio thread. `backend` may be an object of one's own
+        that implements `erllama.backend.Backend`; it needs no path.
+        Raises: `MissingConfig` (no path), `InvalidConfig` (no file there), `AlreadyLoaded`, `MalformedGguf`,
+        `NotSupported`, `ModelWouldOom`, `LoadFailed`, `NativeLibraryError`.
+        Cancellation: the load is abandoned, waited for and leaves nothing behind.
+        """
+        model_options, context_options = model or ModelOptions(), (context or ContextOptions()).resolved()
+        made, file = _make_backend(path, backend, model_options, context_options)
+        model_id = self._claim_id(model_id, file)
+        try:
+            handle = await Handle.open(model_id, made, context_options, progress)
+            loaded = Model(handle, file, self.config.stream_buffer_events)
+            self._models[model_id] = loaded
+            self._nursery.start_soon(self._serve, handle)
+        finally:
+            self._loading.discard(model_id)
+        return loaded
+
+    def _claim_id(self, model_id: str | None, file: str | None) -> str:
+        if model_id is None:
+            stem = Path(file).stem if file else "model"
+            model_id = stem
+            while model_id in self._models or model_id in self._loading:
+                model_id = f"{stem}-{next(self._numbers)}"
+        elif model_id in self._models or model_id in self._loading:
+            raise AlreadyLoaded(f"model id {model_id!r} is taken; unload it first or choose another")
+        self._loading.add(model_id)
+        return model_id
+
+    async def _serve(self, handle: Handle) -> None:
+        """Supervise one model: its crash ends its own requests and nothing else."""
+        try:
+            await handle.serve()
+        except Exception:
+            log.exception("model %s failed and was unloaded; load it again to go on", handle.model_id)
+        finally:
+            del self._models[handle.model_id]
+
+    # --- the registry: plain reads ---
+
+    def model(self, model_id: str) -> Model:
+        """The model of that id. Raises `NotLoaded`."""
+        try:
+            return self._models[model_id]
+        except KeyError:
+            loaded = ", ".join(map(repr, self._models)) or "none"
+            raise NotLoaded(f"no model {model_id!r} is loaded; loaded: {loaded}") from None
+
+    def models(self) -> list[ModelInfo]:
+        """What is loaded, in order of loading."""
+        return [m.info() for m in self._models.values()]
+
+    def requests(self) -> list[RequestInfo]:
+        """Requests that wait or run on any model, oldest first."""
+        return sorted((r for m in self._models.values() for r in m.requests()), key=lambda r: r.id)
+
+    def request_info(self, request: Request) -> RequestInfo | None:
+        """Where a request is; None once it is over."""
+        return next((r for r in self.requests() if r.id == request.id), None)
+
+    def queue_depth(self) -> int:
+        """Requests that wait or run on any model."""
+        return sum(m.queue_depth() for m in self._models.values())
+
+    async def unload(self, model_id: str) -> None:
+        """Free a model. Raises `NotLoaded`. Cancellation: it is freed all the same."""
+        await self.model(model_id).unload()
+
+
+@asynccontextmanager
+async def open_engine(
+    config: EngineConfig | None = None, **overrides: Unpack[EngineOverrides]
+) -> AsyncIterator[Engine]:
+    """An engine for the block; leaving the block ends running requests and frees every model.
+
+    Raises: `UnknownOption`, `InvalidOption`. Several engines may be open at once.
+    """
+    if config is None:
+        config = EngineConfig(**overrides)
+    elif overrides:
+        config = EngineConfig(**{**vars(config), **overrides})
+    try:
+        async with trio.open_nursery() as nursery:
+            yield Engine(config, nursery)
+            nursery.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        # Model tasks never raise, so the one exception in here is the caller's own: hand it back bare.
+        if len(group.exceptions) != 1:
+            raise
+        error = group.exceptions[0]
+        context = error.__context__
+        try:
+            raise error
+        finally:
+            error.__context__ = context
+
+
+def _make_backend(
+    path: str | os.PathLike[str] | None,
+    backend: Literal["llama"] | Backend,
+    model: ModelOptions,
+    context: ContextOptions,
+) -> tuple[Backend, str | None]:
+    if not isinstance(backend, str):
+        return backend, None if path is None else os.fspath(path)
+    if backend != "llama":
+        raise InvalidConfig(
+            f"backend={backend!r}: expected 'llama' or an object", detail={"backend": backend}
+        )
+    if path is None:
+        raise MissingConfig("load_model needs the path of a GGUF file")
+    file = os.path.expanduser(os.fspath(path))
+    if "\0" in file or not os.path.isfile(file):
+        raise InvalidConfig(f"no file at {file!r}", detail={"key": "path", "value": file})
+    from erllama.engine.llama_backend import LlamaBackend  # native code is loaded with the first model
+
+    return LlamaBackend(file, model, context), file

@@ -1,0 +1,26 @@
+"""The keyword arguments of a generation, typed once for every entry point."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+class Generation(TypedDict, total=False):
+    """See `erllama.options.GenerationOptions` for meaning, range and default of each."""
+
+    max_tokens: int
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    seed: int | None
+    grammar: str | None
+    grammar_first: bool
+    stop: str | Sequence[str]
+    logit_bias: Mapping[int, float] | None
+    logprobs: int | None
+    on_full: Literal["block", "error"]

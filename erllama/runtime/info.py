@@ -1,0 +1,39 @@
+"""What can be read about models and requests, as plain records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Phase = Literal["idle", "prefilling", "generating"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """One loaded model. `details` holds what its backend tells: architecture, sizes, memory, build."""
+
+    model_id: str
+    path: str | None
+    phase: Phase
+    pending_len: int
+    n_ctx: int
+    n_seq_max: int
+    available_seqs: int
+    memory_kind: str
+    loaded_at_monotonic: float
+    details: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestInfo:
+    """One request that waits or runs."""
+
+    id: int
+    model_id: str
+    phase: Literal["queued", "prefill", "decode", "finished"]
+    n_prompt: int
+    n_generated: int
+    n_kv: int

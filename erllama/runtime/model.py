@@ -1,0 +1,200 @@
+"""Model: what a user asks of one loaded model."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, Any, Unpack
+
+import numpy as np
+import trio
+
+from erllama.engine.handle import EventStream, Handle, open_stream
+from erllama.errors import InvalidContent, NotLoaded
+from erllama.options import GenerationOptions
+from erllama.types import Completion, Done, Event
+
+from .info import ModelInfo, Phase, RequestInfo
+
+if TYPE_CHECKING:
+    from erllama.engine.actor import ActorStatistics
+
+    from .generation import Generation
+
+Prompt = str | Sequence[int]
+PLAIN_CALL_BYTES = 64 << 10  # longer text is tokenised in a worker thread, off the event loop
+
+
+class Model:
+    """A loaded model. Made by `Engine.load_model`; every method raises `NotLoaded` once it is unloaded."""
+
+    def __init__(self, handle: Handle, path: str | None, buffer_events: int) -> None:
+        self._handle = handle
+        self._path = path
+        self._buffer_events = buffer_events
+
+    def __repr__(self) -> str:
+        return repr(self._handle)
+
+    @property
+    def model_id(self) -> str:
+        """Its name in the engine."""
+        return self._handle.model_id
+
+    def _live(self) -> Handle:
+        if self._handle.closed.is_set():
+            raise NotLoaded(f"model {self.model_id!r} was unloaded")
+        return self._handle
+
+    # --- generation ---
+
+    async def complete(self, prompt: Prompt, **generation: Unpack[Generation]) -> Completion:
+        """Generate an answer and return it whole.
+
+        `prompt` is text or token ids. At most 64 tokens are generated unless `max_tokens` says otherwise.
+        Raises: `RequestError` before anything was computed, `Overloaded`, `EngineError`.
+        Cancellation: ends the request at the next step's border; nothing is returned.
+        """
+        async with self.stream(prompt, **generation) as events:
+            return await collect(events)
+
+    def stream(
+        self, prompt: Prompt, **generation: Unpack[Generation]
+    ) -> AbstractAsyncContextManager[EventStream]:
+        """Generate an answer as events: `async with model.stream(…) as events: async for event in events`.
+
+        Leaving the block ends the request. A slow reader slows only its own request. Raises as `complete`.
+        """
+        return self._stream(prompt, GenerationOptions(**generation))
+
+    @asynccontextmanager
+    async def _stream(self, prompt: Prompt, options: GenerationOptions) -> AsyncIterator[EventStream]:
+        handle = self._live()
+        prompt_ids = await self._prompt_ids(prompt)
+        async with open_stream(handle, prompt_ids, options, self._buffer_events) as events:
+            yield events
+
+    async def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return await self.tokenize_async(prompt)
+        return _token_ids(prompt)
+
+    # --- text and tokens ---
+
+    def tokenize(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        """Text to token ids, in the calling thread; use `tokenize_async` for more than 64 KiB.
+
+        `add_special` adds the tokens that the model wants around a prompt; `parse_special` reads control
+        tokens written out in `text` as such. Raises: `InvalidContent`.
+        """
+        tokens: list[int] = self._tokenizer()(text, add_special=add_special, parse_special=parse_special)
+        return tokens
+
+    async def tokenize_async(
+        self, text: str, add_special: bool = True, parse_special: bool = True
+    ) -> list[int]:
+        """`tokenize`, in a worker thread when the text is long. Cancellation: waits for the thread."""
+        if len(text) <= PLAIN_CALL_BYTES // 4:
+            await trio.lowlevel.checkpoint()
+            return self.tokenize(text, add_special, parse_special)
+        return await trio.to_thread.run_sync(self.tokenize, text, add_special, parse_special)
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """Token ids to text, control tokens written out; bytes that are no UTF-8 become U+FFFD."""
+        raw: bytes = self._live().optional("detokenize")(_token_ids(tokens))
+        return raw.decode("utf-8", errors="replace")
+
+    async def detokenize_async(self, tokens: Sequence[int]) -> str:
+        """`detokenize`, in a worker thread. Cancellation: waits for the thread."""
+        return await trio.to_thread.run_sync(self.detokenize, tokens)
+
+    def _tokenizer(self) -> Callable[..., list[int]]:
+        return self._live().optional("tokenize")
+
+    # --- read-outs: plain reads, they never wait for the model ---
+
+    def phase(self) -> Phase:
+        """`idle`, `prefilling` or `generating`."""
+        return self._live().phase
+
+    def pending_len(self) -> int:
+        """Requests that wait for a sequence."""
+        return self.statistics().n_waiting
+
+    def queue_depth(self) -> int:
+        """Requests that wait or run."""
+        return len(self._live().actor.sequences())
+
+    def statistics(self) -> ActorStatistics:
+        """Counters and gauges of the engine that runs this model."""
+        return self._live().actor.statistics()
+
+    def requests(self) -> list[RequestInfo]:
+        """Requests that wait or run, oldest first."""
+        return [
+            RequestInfo(
+                id=seq.request.id,
+                model_id=self.model_id,
+                phase=seq.phase.value,
+                n_prompt=seq.n_prompt,
+                n_generated=seq.n_generated,
+                n_kv=seq.n_kv,
+            )
+            for seq in self._live().actor.sequences()
+        ]
+
+    def info(self) -> ModelInfo:
+        """Everything worth knowing about the model."""
+        handle = self._live()
+        statistics = handle.actor.statistics()
+        return ModelInfo(
+            model_id=self.model_id,
+            path=self._path,
+            phase=handle.phase,
+            pending_len=statistics.n_waiting,
+            n_ctx=handle.facts.n_ctx,
+            n_seq_max=handle.facts.n_slots,
+            available_seqs=statistics.n_available,
+            memory_kind=handle.facts.memory_kind.value,
+            loaded_at_monotonic=handle.loaded_at,
+            details=dict(handle.facts.details),
+        )
+
+    # --- end ---
+
+    async def unload(self) -> None:
+        """Free the model; who still waits for an answer gets `NotLoaded`.
+
+        Cancellation: the model is freed all the same, in the background.
+        """
+        self._handle.stop()
+        await self._handle.closed.wait()
+
+    async def wait_closed(self) -> None:
+        """Until the model is unloaded, by whomever."""
+        await self._handle.closed.wait()
+
+
+def _token_ids(tokens: Sequence[int]) -> list[int]:
+    """Any integer sequence as a list of Python ints. Raises `InvalidContent`."""
+    if isinstance(tokens, (bytes, bytearray)):
+        raise InvalidContent("a prompt is text (str) or a sequence of token ids, not bytes")
+    try:
+        array = np.asarray(tokens)
+    except (TypeError, ValueError) as why:
+        raise InvalidContent(f"these are no token ids: {why}") from None
+    if array.size and (array.ndim != 1 or not np.issubdtype(array.dtype, np.integer)):
+        raise InvalidContent("a prompt is text (str) or a flat sequence of whole numbers (token ids)")
+    ids: list[int] = array.tolist()
+    return ids
+
+
+async def collect(events: AsyncIterator[Event] | Any) -> Completion:
+    """Fold a stream into the result `complete` would have returned.
+
+    Raises what the stream raises. Cancellation: the stream keeps its place.
+    """
+    async for event in events:
+        if isinstance(event, Done):
+            return event.completion
+    raise InvalidContent("the stream ended before this call: it has no result any more")

@@ -1,0 +1,235 @@
+"""FakeBackend: a model made of arithmetic, whose memory really has to be right.
+
+Its vocabulary is the 256 bytes, an end-of-generation token and a control token, so any text is its
+own tokens. The next token is a hash of every token that *memory* holds for the sequence, position by
+position, of the sampler's parameters and of how often that sampler has drawn: a wrong slot, a stale
+cell, a swapped sampler or a missed restore each change the answer.
+
+A `script` makes it say something definite instead: it maps the prompt's text to the ids to generate,
+followed by end of generation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from erllama.backend import (
+    BackendFacts,
+    MemoryKind,
+    Row,
+    Sampled,
+    SamplingParams,
+    Step,
+    StepResult,
+    StepStatus,
+)
+from erllama.errors import InvalidGrammar
+from erllama.types import TokenLogprob
+
+EOG = 256  # ends a generation
+CONTROL = 257  # shows nothing
+N_VOCAB = 258
+
+Script = Callable[[str], Sequence[int]]
+
+
+@dataclass(eq=False)
+class FakeSampler:
+    """A sampler chain: its parameters and how often it has drawn."""
+
+    params: SamplingParams
+    live: set[FakeSampler]
+    n_drawn: int = 0
+    script: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        self.live.add(self)
+
+    def close(self) -> None:
+        """See `erllama.backend.Sampler`."""
+        self.live.discard(self)
+
+
+@dataclass
+class FakeBackend:
+    """Implements `erllama.backend.Backend`.
+
+    `step_delay_s` passes in every step: on the mock clock when `threaded` is False (calls run inline in
+    the trio thread), for real otherwise, where `abort` ends it early. `before_step` sees each step first
+    and may return a `StepResult` to answer instead, or raise.
+    """
+
+    n_ctx: int = 4096
+    n_cells: int | None = None
+    n_batch: int = 512
+    n_slots: int = 1
+    memory_kind: MemoryKind = MemoryKind.DENSE
+    streams_separate: bool = False
+    threaded: bool = False
+    step_delay_s: float = 0.0
+    script: Script | None = None
+    before_step: Callable[[Step], StepResult | None] | None = None
+
+    steps: list[Step] = field(default_factory=list, init=False)
+    memory: dict[int, dict[int, int]] = field(default_factory=dict, init=False)
+    live_samplers: set[FakeSampler] = field(default_factory=set, init=False)
+    n_opened: int = field(default=0, init=False)
+    n_rebuilt: int = field(default=0, init=False)
+    is_open: bool = field(default=False, init=False)
+    _abort: threading.Event = field(default_factory=threading.Event, init=False)
+
+    def __post_init__(self) -> None:
+        if self.threaded:
+            self.inline_delay_s: Callable[[], float] | None = None
+        else:
+            self.inline_delay_s = lambda: self.step_delay_s
+
+    # --- required ---
+
+    def open(self) -> BackendFacts:
+        """See `Backend.open`."""
+        self.n_opened += 1
+        self.is_open = True
+        return BackendFacts(
+            n_ctx=self.n_ctx,
+            n_cells=self.n_ctx if self.n_cells is None else self.n_cells,
+            n_batch=self.n_batch,
+            n_slots=self.n_slots,
+            n_vocab=N_VOCAB,
+            memory_kind=self.memory_kind,
+            streams_separate=self.streams_separate,
+        )
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        self.is_open = False
+        self.memory.clear()
+
+    def step(self, step: Step) -> StepResult:
+        """Check what llama.cpp would assert on, then compute."""
+        assert self.is_open
+        self._abort.clear()
+        self.steps.append(step)
+        slots = [row.slot for row in step.rows]
+        assert slots == sorted(set(slots)), f"rows are not in ascending slot order: {slots}"
+        assert 0 < step.n_tokens <= self.n_batch
+        answer = self.before_step(step) if self.before_step else None
+        if answer is None and self.threaded and self._pass_time(step.budget_s):
+            answer = StepResult(status=StepStatus.ABORTED)
+        if answer is not None:
+            return answer
+        if not self.streams_separate and self._n_used() + step.n_tokens > (self.n_cells or self.n_ctx):
+            return StepResult(status=StepStatus.NO_ROOM, rc=1)
+        for row in step.rows:
+            self._remember(row)
+        sampled = tuple(self._draw(row) if row.sampler is not None else None for row in step.rows)
+        return StepResult(status=StepStatus.OK, sampled=sampled, compute_s=self.step_delay_s)
+
+    def cut(self, slot: int, n_keep: int) -> bool:
+        """See `Backend.cut`. Recurrent and hybrid memory can only be dropped whole."""
+        cells = self.memory.get(slot, {})
+        if n_keep == 0:
+            self.memory.pop(slot, None)
+            return True
+        if self.memory_kind in (MemoryKind.RECURRENT, MemoryKind.HYBRID):
+            return len(cells) == n_keep
+        for pos in [p for p in cells if p >= n_keep]:
+            del cells[pos]
+        return len(cells) == n_keep
+
+    # --- optional ---
+
+    def n_kv(self, slot: int) -> int:
+        """See `OptionalBackend.n_kv`."""
+        return len(self.memory.get(slot, {}))
+
+    def rebuild(self) -> None:
+        """See `OptionalBackend.rebuild`."""
+        self.n_rebuilt += 1
+        self.memory.clear()
+
+    def abort(self) -> None:
+        """See `OptionalBackend.abort`."""
+        self._abort.set()
+
+    def new_sampler(self, params: SamplingParams) -> FakeSampler:
+        """See `OptionalBackend.new_sampler`. The only grammar it knows is `root ::= digits`."""
+        if params.grammar is not None and params.grammar != "root ::= digits":
+            raise InvalidGrammar(f"FakeBackend cannot read this grammar: {params.grammar!r}")
+        return FakeSampler(params, self.live_samplers)
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """UTF-8 bytes; with `parse_special`, `<eog>` and `<control>` are their tokens."""
+        if not parse_special:
+            return list(text.encode())
+        head, control, tail = text.partition("<control>")
+        return list(head.encode()) + (
+            [CONTROL, *self.tokenize(tail, add_special=add_special, parse_special=True)] if control else []
+        )
+
+    def detokenize(self, tokens: Sequence[int]) -> bytes:
+        """The inverse of `tokenize`."""
+        names: Mapping[int, bytes] = {EOG: b"<eog>", CONTROL: b"<control>"}
+        return b"".join(names.get(t) or bytes([t]) for t in tokens)
+
+    def piece(self, token: int) -> bytes:
+        """The byte itself; nothing for the control token."""
+        return bytes([token]) if token < EOG else b""
+
+    def is_eog(self, token: int) -> bool:
+        """Only EOG."""
+        return token == EOG
+
+    # --- arithmetic ---
+
+    def _n_used(self) -> int:
+        return sum(map(len, self.memory.values()))
+
+    def _pass_time(self, budget_s: float | None) -> bool:
+        """Wait `step_delay_s`; True if `abort` ended it."""
+        return self._abort.wait(self.step_delay_s) if self.step_delay_s else False
+
+    def _remember(self, row: Row) -> None:
+        cells = self.memory.setdefault(row.slot, {})
+        assert len(cells) == row.pos, (
+            f"slot {row.slot} holds {len(cells)} tokens, the row starts at {row.pos}"
+        )
+        cells.update(zip(range(row.pos, row.pos + len(row.tokens)), row.tokens, strict=True))
+
+    def _draw(self, row: Row) -> Sampled:
+        sampler = row.sampler
+        assert isinstance(sampler, FakeSampler)
+        assert sampler in self.live_samplers, "a closed sampler was used"
+        cells = self.memory[row.slot]
+        history = [cells[pos] for pos in range(len(cells))]
+        token = self._scripted(sampler, history) if self.script else _hashed(sampler, history)
+        sampler.n_drawn += 1
+        logprob = None
+        if sampler.params.logprobs is not None:
+            top = tuple((i, -1.0 - i) for i in range(sampler.params.logprobs))
+            logprob = TokenLogprob(token=token, logprob=-0.5, top=top)
+        return Sampled(token=token, logprob=logprob)
+
+    def _scripted(self, sampler: FakeSampler, history: list[int]) -> int:
+        if sampler.script is None:
+            assert self.script is not None
+            sampler.script = [*self.script(self.detokenize(history).decode()), EOG]
+        return sampler.script[min(sampler.n_drawn, len(sampler.script) - 1)]
+
+
+def _hashed(sampler: FakeSampler, history: list[int]) -> int:
+    """A printable ASCII byte, so that replies are text and never end by themselves."""
+    p = sampler.params
+    low, n = (48, 10) if p.grammar else (32, 95)
+    seed = p.seed if p.temperature else 0
+    what = repr((history, p.temperature, p.top_k, p.top_p, p.min_p, seed, p.logit_bias, sampler.n_drawn))
+    return low + int.from_bytes(hashlib.blake2b(what.encode(), digest_size=4).digest(), "big") % n
+
+
+def sleepy(seconds: float) -> Callable[[Step], None]:
+    """A `before_step` that blocks the model's thread for real, as a stuck native call would."""
+    return lambda _: time.sleep(seconds)
