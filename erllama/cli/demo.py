@@ -1,0 +1,149 @@
+"""`erllama demo`: a real model answers, then eight prompts show what batching gives."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+import erllama
+
+from .progress import bar, default_path
+
+if TYPE_CHECKING:
+    import argparse
+
+    from erllama.types import Completion
+
+QUESTION = "Explain in three sentences why the sky is blue."
+TOPICS = (
+    "the moon",
+    "a violin",
+    "the sea",
+    "bread",
+    "a bicycle",
+    "winter",
+    "a library",
+    "honey bees",
+)
+N_SEQUENCES = len(TOPICS)
+N_TOKENS = 48  # per prompt in the comparison
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Eight answers, and the wall-clock time they took together."""
+
+    name: str
+    elapsed_s: float
+    n_tokens: int
+
+    @property
+    def per_second(self) -> float:
+        return self.n_tokens / self.elapsed_s
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Load the default model and show it."""
+    trio.run(_demo)
+
+
+async def _demo() -> None:
+    path = await default_path()
+    context = erllama.ContextOptions(n_ctx=512, n_seq_max=N_SEQUENCES)
+    started = time.perf_counter()
+    async with erllama.open_engine() as engine:
+        with bar(f"Loading {path.name}") as draw:
+            model = await engine.load_model(path, context=context, progress=draw)
+        print(f"{model.model_id} loaded in {time.perf_counter() - started:.1f} s\n")
+        await _answer(model)
+        rounds = [await _one_by_one(model), await _together(model)]
+    _print_rounds(rounds)
+
+
+def _chat(text: str) -> str:
+    """The prompt in the form this model was trained on."""
+    return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+
+
+async def _answer(model: Any) -> None:
+    print(f"> {QUESTION}\n")
+    async with model.stream(_chat(QUESTION), max_tokens=160, temperature=0.0) as events:
+        async for event in events:
+            match event:
+                case erllama.Token(text=text):
+                    print(text, end="", flush=True)
+                case erllama.Done(completion=completion):
+                    print(f"\n\n{_speed(completion)}\n")
+
+
+def _speed(completion: Completion) -> str:
+    stats = completion.stats
+    n_decoded = stats.n_generated - 1  # the first token comes out of the prefill
+    rate = n_decoded / stats.decode_s if stats.decode_s else 0.0
+    first = f"first token after {stats.first_token_s * 1000:.0f} ms"
+    return f"{stats.n_generated} tokens, {rate:.1f} tokens/s, {first}"
+
+
+async def _one_by_one(model: Any) -> Round:
+    started = time.perf_counter()
+    n_tokens = 0
+    with bar("Eight prompts one by one") as draw:
+        for n_done, topic in enumerate(TOPICS):
+            draw(n_done / N_SEQUENCES)
+            n_tokens += await _short_answer(model, topic)
+    return Round("one by one", time.perf_counter() - started, n_tokens)
+
+
+async def _together(model: Any) -> Round:
+    started = time.perf_counter()
+    counts: list[int] = []
+
+    with bar("The same eight together") as draw:
+        draw(0.0)
+
+        async def ask(topic: str) -> None:
+            counts.append(await _short_answer(model, topic))
+            draw(len(counts) / N_SEQUENCES)
+
+        async with trio.open_nursery() as nursery:
+            for topic in TOPICS:
+                nursery.start_soon(ask, topic)
+    return Round("together", time.perf_counter() - started, sum(counts))
+
+
+async def _short_answer(model: Any, topic: str) -> int:
+    prompt = _chat(f"Write a short poem about {topic}.")
+    completion: Completion = await model.complete(prompt, max_tokens=N_TOKENS, temperature=0.0)
+    return completion.stats.n_generated
+
+
+def _print_rounds(rounds: list[Round]) -> None:
+    """A table: drawn on a terminal, plain lines elsewhere."""
+    heads = (f"{N_SEQUENCES} prompts", "tokens", "seconds", "tokens/s", "speed-up")
+    rows = [
+        (
+            r.name,
+            str(r.n_tokens),
+            f"{r.elapsed_s:.1f}",
+            f"{r.per_second:.1f}",
+            f"{r.per_second / rounds[0].per_second:.2f} x",
+        )
+        for r in rounds
+    ]
+    if not sys.stdout.isatty():
+        for row in (heads, *rows):
+            print(f"{row[0]:<12}" + "".join(f"{cell:>10}" for cell in row[1:]))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*heads[:1], title=None)
+    for head in heads[1:]:
+        table.add_column(head, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)

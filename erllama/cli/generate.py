@@ -1,0 +1,114 @@
+"""`erllama generate`: continue one prompt, printing whole characters as they come."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import trio
+
+import erllama
+from erllama.errors import InvalidContent, InvalidOption
+from erllama.options import ContextOptions, GenerationOptions
+
+from .progress import bar, default_path
+
+if TYPE_CHECKING:
+    import argparse
+
+    from erllama.types import Completion
+
+T = TypeVar("T", ContextOptions, GenerationOptions)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Check everything that can be checked before the model is fetched or loaded, then generate."""
+    context = _checked(ContextOptions, arguments, {"n_ctx": arguments.n_ctx, "n_threads": arguments.threads})
+    generation = _generation(arguments)
+    prompt = arguments.prompt if arguments.prompt is not None else _read_stdin(arguments)
+    trio.run(_generate, arguments, context, generation, prompt)
+
+
+async def _generate(
+    arguments: argparse.Namespace, context: ContextOptions, generation: dict[str, Any], prompt: str
+) -> None:
+    path = await default_path() if arguments.model is None else Path(arguments.model)
+    async with erllama.open_engine() as engine:
+        with bar(f"Loading {path.name}") as draw:
+            model = await engine.load_model(path, context=context, progress=draw)
+        completion = await _print_stream(model, prompt, generation)
+    if arguments.stats:
+        print(_stats_line(completion), file=sys.stderr)
+
+
+async def _print_stream(model: Any, prompt: str, generation: dict[str, Any]) -> Completion:
+    text = ""
+    async with model.stream(prompt, **generation) as events:
+        async for event in events:
+            match event:
+                case erllama.Token(text=text):
+                    print(text, end="", flush=True)
+                case erllama.Done(completion=completion):
+                    if not text.endswith("\n"):
+                        print(flush=True)
+                    return completion
+    raise AssertionError("a stream ends with Done or an error")
+
+
+def _generation(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The generation options that were given, checked."""
+    names = {field.name for field in fields(GenerationOptions)}
+    given = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
+    if arguments.grammar is not None:
+        given["grammar"] = _read_grammar(arguments.grammar)
+    _checked(GenerationOptions, arguments, given)
+    return given
+
+
+def _checked(kind: type[T], arguments: argparse.Namespace, given: dict[str, Any]) -> T:
+    """Options of that kind; a wrong value ends the command like any other misuse, naming the argument."""
+    try:
+        return kind(**{name: value for name, value in given.items() if value is not None})
+    except InvalidOption as why:
+        key = str(why.detail["key"]) if isinstance(why.detail, dict) else "?"
+        argument = "--threads" if key == "n_threads" else "--" + key.replace("_", "-")
+        _misuse(arguments, f"argument {argument}: {str(why).partition(': ')[2].replace('None or ', '')}")
+
+
+def _misuse(arguments: argparse.Namespace, mistake: str) -> NoReturn:
+    parser: argparse.ArgumentParser = arguments.parser
+    parser.error(mistake)
+
+
+def _read_grammar(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as why:
+        reason = why.strerror if isinstance(why, OSError) else "it is not UTF-8 text"
+        raise InvalidContent(f"cannot read the grammar {path!r}: {reason}; give a GBNF file") from None
+
+
+def _read_stdin(arguments: argparse.Namespace) -> str:
+    if sys.stdin.isatty():
+        _misuse(arguments, "no prompt; give -p TEXT or pipe one in")
+    data = sys.stdin.buffer.read()
+    try:
+        return data.decode("utf-8").removesuffix("\n")
+    except UnicodeDecodeError as why:
+        raise InvalidContent(
+            f"standard input is not UTF-8 text (byte {data[why.start]:#04x} at {why.start}); convert it first"
+        ) from None
+
+
+def _stats_line(completion: Completion) -> str:
+    stats = completion.stats
+    prefill = f"{stats.n_computed / stats.prefill_s:.0f} tokens/s" if stats.prefill_s else "no time"
+    n_decoded = max(stats.n_generated - 1, 0)  # the first token comes out of the prefill
+    decode = f"{n_decoded / stats.decode_s:.1f} tokens/s" if stats.decode_s else "no time"
+    return (
+        f"prompt {stats.n_prompt} tokens ({prefill}), answer {stats.n_generated} tokens ({decode}), "
+        f"first token after {stats.first_token_s:.2f} s, ended by {completion.finish_reason}, "
+        f"seed {completion.seed}"
+    )

@@ -1,0 +1,124 @@
+"""What can be typed after `erllama`, and the help that teaches it."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ABOUT = """\
+Run local language models (GGUF files) with llama.cpp.
+
+Try this first:
+  erllama demo                                  watch a small model answer (fetched once, 98 MB)
+  erllama generate -p "The capital of France is"
+"""
+
+GENERATE_EXAMPLES = """\
+examples:
+  erllama generate -p "The capital of France is" --max-tokens 8 --temperature 0
+      continue a text with the small default model, always the same way
+  erllama generate -m models/qwen.gguf -p "def fib(n):" --stop $'\\n\\n' --stats
+      your own model; stop at an empty line; say how fast it was
+  cat notes.txt | erllama generate --n-ctx 8192 --max-tokens 200
+      the prompt comes from standard input (one trailing newline is dropped)
+  erllama generate -p "Rate it: " --grammar rating.gbnf
+      only what the grammar allows
+"""
+
+DEMO_EXAMPLES = """\
+The demo fetches and loads SmolLM2-135M-Instruct, streams an answer, and then answers eight prompts
+one by one and all together. It needs no network once the model is there.
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that names the nearest option when one does not exist."""
+
+    def __init__(self, **options: Any) -> None:
+        layout = argparse.RawDescriptionHelpFormatter
+        super().__init__(formatter_class=layout, allow_abbrev=False, **options)
+
+    def refuse_unknown(self, unknown: Sequence[str]) -> NoReturn:
+        """Exit with the usage and a hint for the first argument that nothing asked for."""
+        known = [name for action in self._actions for name in action.option_strings]
+        first = unknown[0].split("=")[0]
+        near = difflib.get_close_matches(first, known, n=1) if first.startswith("-") else []
+        hint = f"did you mean {near[0]}?" if near else f"see `{self.prog} --help`"
+        self.error(f"unknown argument {first}; {hint}")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The chosen command's arguments; `run` among them is the function to call.
+
+    Raises: SystemExit 0 after help, 2 after a mistake.
+    """
+    root, commands = _build()
+    if not (sys.argv[1:] if argv is None else argv):
+        root.print_help(sys.stderr)
+        raise SystemExit(2)
+    arguments, unknown = root.parse_known_args(argv)
+    if unknown:
+        commands[arguments.command].refuse_unknown(unknown)
+    return arguments
+
+
+def _build() -> tuple[Parser, dict[str, Parser]]:
+    root = Parser(prog="erllama", description=ABOUT)
+    choices = root.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+    commands = {
+        "generate": _add_generate(choices),
+        "demo": choices.add_parser(
+            "demo", help="load a small model, answer, show the speed", description=DEMO_EXAMPLES
+        ),
+        "version": choices.add_parser("version", help="versions of erllama, llama.cpp and the native build"),
+    }
+    for name, parser in commands.items():
+        parser.set_defaults(run=_late(name), parser=parser)
+    return root, commands
+
+
+def _late(command: str) -> Any:
+    """Import a command's module when it is run."""
+
+    def run(arguments: argparse.Namespace) -> None:
+        import importlib
+
+        importlib.import_module(f"erllama.cli.{command}").run(arguments)
+
+    return run
+
+
+def _add_generate(choices: Any) -> Parser:
+    parser: Parser = choices.add_parser(
+        "generate",
+        help="continue a prompt and print it as it comes",
+        description="Continue a prompt and print the text as it comes.",
+        epilog=GENERATE_EXAMPLES,
+    )
+    add = parser.add_argument
+    add("-m", "--model", metavar="PATH", help="a GGUF file (default: SmolLM2-135M-Instruct, fetched once)")
+    add("-p", "--prompt", metavar="TEXT", help="the text to continue (default: standard input)")
+    add("--stats", action="store_true", help="afterwards, say on stderr how many tokens and how fast")
+
+    options = parser.add_argument_group("generation (defaults: the model's own, else llama.cpp's)")
+    add = options.add_argument
+    add("--max-tokens", type=int, metavar="N", help="stop after N tokens (64)")
+    add("--temperature", type=float, metavar="T", help="0 always takes the likeliest token (0.8)")
+    add("--top-k", type=int, metavar="K", help="choose among the K likeliest; 0 is all (40)")
+    add("--top-p", type=float, metavar="P", help="choose among the likeliest that sum up to P (0.95)")
+    add("--min-p", type=float, metavar="P", help="drop tokens less likely than P × the likeliest (0.05)")
+    add("--repetition-penalty", type=float, metavar="R", help="above 1 avoids repeating tokens (1.0)")
+    add("--seed", type=int, metavar="N", help="the same seed gives the same text (default: drawn)")
+    add("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
+    add("--grammar", metavar="FILE", help="a GBNF file; only matching text is generated")
+
+    machine = parser.add_argument_group("machine")
+    add = machine.add_argument
+    add("--n-ctx", type=int, metavar="N", help="tokens of prompt and answer together (2048)")
+    add("--threads", type=int, metavar="N", help="CPU threads (default: physical cores)")
+    return parser

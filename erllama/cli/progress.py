@@ -1,0 +1,57 @@
+"""Progress bars on stderr, and the default model with one."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
+@contextmanager
+def bar(title: str) -> Iterator[Callable[[float], None]]:
+    """A callable that takes the finished share, 0 to 1, and draws it.
+
+    The bar appears with the first call and is gone when the block ends. Where stderr is no terminal,
+    the title is printed instead, once. Any thread may call.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    display = Progress(*columns, console=console, transient=True)
+    task = display.add_task(title, total=1.0, start=False)
+    begun = False
+
+    def draw(share: float) -> None:
+        nonlocal begun
+        if not begun:
+            begun = True
+            display.start_task(task)
+            if console.is_terminal:
+                display.start()
+            else:
+                print(f"{title} …", file=sys.stderr, flush=True)
+        display.update(task, completed=share)
+
+    try:
+        yield draw
+    finally:
+        if console.is_terminal:
+            display.stop()
+
+
+async def default_path() -> Path:
+    """Where the default model lies; fetched with a bar if it is not there yet.
+
+    Raises: `FetchFailed`.
+    """
+    from erllama import models
+
+    size = models.SMOLLM2_135M.n_bytes / 1e6
+    with bar(f"Fetching {models.SMOLLM2_135M.file} ({size:.0f} MB)") as draw:
+        return await models.default_model_async(draw)
