@@ -1,0 +1,181 @@
+"""The whole build: request in, a native folder that decodes out.
+
+    pin → (sources, verified) → CMake, ninja → cache entry → binding → self-test → _native/<backend>
+           only if not cached                   by key        by key    in a child  renamed into place
+
+Every arrow's result is either complete or absent, so an interrupted build is continued by running
+the same command again.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tools.libllama import native, runtime
+from tools.libllama.compile import compile_targets, configure
+from tools.libllama.errors import BuildError
+from tools.libllama.folders import disk_errors, locked
+from tools.libllama.pin import ROOT, Pin, read_pin
+from tools.libllama.profile import Platform, Profile, plan_profile
+from tools.libllama.source import Source, is_unpacked, pinned_source, remove_tree, user_source
+from tools.libllama.toolchain import Compilers, find_compilers, find_toolchain
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tools.libllama.progress import Progress
+
+BUILD_ROOT = ROOT / "build"
+_JOB_BYTES = 1536 * 2**20  # the largest C++ files of the pin take about 1 GiB of compiler memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the user asked for; see `build_libllama.py --help`."""
+
+    backend: str | None = None
+    source: Path | None = None
+    cmake_args: tuple[str, ...] = ()
+    server_tools: bool = False
+    native: bool = False
+    jobs: int | None = None
+    clean: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """A finished build: its folder, and the CPU library that was found to run here."""
+
+    native_dir: Path
+    variant: Path
+
+
+def run(request: Request, progress: Progress) -> Built:
+    """Build what is asked for, or find it finished.
+
+    Raises: BuildError with a sentence and advice; nothing half-done is left where it would be used.
+    """
+    _require_modules()
+    from tools.libllama.install import NoVariantRuns  # needs cffi and gguf, just checked
+
+    pin, on = read_pin(), Platform.here()
+    profile = plan_profile(
+        request.backend,
+        on,
+        commit=pin.commit,
+        native=request.native,
+        server_tools=request.server_tools,
+        extra_args=request.cmake_args,
+    )
+    try:
+        return _run(request, profile, pin, on, progress)
+    except NoVariantRuns as failure:
+        if not profile.native or not on.has_variants:
+            raise
+        progress.note(str(failure))
+        progress.note("this CPU does not run what it says it can; building the portable variants instead")
+        portable = plan_profile(
+            request.backend,
+            on,
+            commit=pin.commit,
+            server_tools=request.server_tools,
+            extra_args=request.cmake_args,
+        )
+        return _run(replace(request, native=False), portable, pin, on, progress)
+
+
+def fetch_only(progress: Progress) -> Path:
+    """Have the pinned sources unpacked and verified, and nothing else; returns their folder."""
+    return pinned_source(read_pin(), progress).root
+
+
+def default_jobs() -> int:
+    """How many compilers to run at once: one per usable CPU, fewer where memory is short."""
+    n_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(n_cpus, total_bytes // _JOB_BYTES))
+
+
+def _run(request: Request, profile: Profile, pin: Pin, on: Platform, progress: Progress) -> Built:
+    from tools.libllama.install import ensure_binding, install
+
+    if request.clean:
+        _clean(profile.backend, progress)
+    compilers = find_compilers()
+    source = user_source(request.source) if request.source else _known_source(pin, progress)
+    digest = source.digest if source else pin.tree
+    key = native.native_key(digest, profile, compilers.id, on)
+    entry = native.entry_dir(key)
+    base = f"{profile.backend}-{key}"
+    lock = entry.with_name(f".{key}.lock")
+    with disk_errors("Using the cache folder"), locked(lock, waiting=progress.note):
+        if request.clean:
+            shutil.rmtree(entry, ignore_errors=True)
+        if native.is_complete(entry):
+            progress.note(f"libraries: {entry} (built before)")
+        else:
+            source = source or pinned_source(pin, progress)
+            _compile(source, profile, compilers, request.jobs or default_jobs(), entry, progress)
+        bound = ensure_binding(base, entry, compilers.cxx, progress)
+    target = runtime.NATIVE / profile.backend
+    facts = _facts(pin, request, profile, digest, key, compilers, on)
+    with locked(runtime.NATIVE / f".{profile.backend}.lock", waiting=progress.note):
+        variant = install(entry=entry, bound=bound, target=target, facts=facts, progress=progress)
+    return Built(native_dir=target, variant=variant)
+
+
+def _known_source(pin: Pin, progress: Progress) -> Source | None:
+    """The vendored tree, verified, if it lies there; it is not fetched before it is needed."""
+    return pinned_source(pin, progress) if is_unpacked() else None
+
+
+def _compile(
+    source: Source, profile: Profile, compilers: Compilers, jobs: int, entry: Path, progress: Progress
+) -> None:
+    tools = find_toolchain(compilers)
+    folder = BUILD_ROOT / profile.backend
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "build.log"
+    with locked(folder / ".lock", waiting=progress.note) as lock_fd:
+        configure(source.root, folder, profile, tools, log, progress, lock_fd)
+        compile_targets(folder, profile, tools, jobs, log, progress, lock_fd)
+        native.publish_entry(folder, source, profile, entry)
+
+
+def _facts(
+    pin: Pin, request: Request, profile: Profile, digest: str, key: str, compilers: Compilers, on: Platform
+) -> dict[str, Any]:
+    """What build.json tells at run time about where the libraries come from."""
+    return {
+        "pin": None if request.source else pin.as_dict(),
+        "source": str(request.source.absolute()) if request.source else None,
+        "tree": digest,
+        "key": key,
+        "backend": profile.backend,
+        "native": profile.native,
+        "server_tools": profile.server_tools,
+        "cmake_args": profile.cmake_args,
+        "compiler": compilers.id,
+        "platform": f"{on.system}-{on.machine}",
+    }
+
+
+def _clean(backend: str, progress: Progress) -> None:
+    progress.step("Removing the earlier build and the unpacked sources")
+    for folder in (BUILD_ROOT / backend, runtime.NATIVE / backend):
+        shutil.rmtree(folder, ignore_errors=True)
+    remove_tree()
+
+
+def _require_modules() -> None:
+    import importlib.util
+
+    missing = [name for name in ("cffi", "gguf", "numpy") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise BuildError(
+            f"This Python lacks {', '.join(missing)}, which the build needs.",
+            advice="Use `make build`, which sets up .venv, or: python -m pip install cffi gguf numpy",
+        )

@@ -1,0 +1,156 @@
+"""Run CMake and ninja in the build folder, with progress, a log and an exit that leaves no orphans."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from tools.libllama.errors import BuildError
+from tools.libllama.folders import require_space
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tools.libllama.profile import Profile
+    from tools.libllama.progress import Progress
+    from tools.libllama.toolchain import Toolchain
+
+_BUILD_ROOM_BYTES = 400 * 2**20
+_CONFIGURED = "erllama-configured.json"
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+_ADVICE = (
+    ("No space left on device", "The disk is full: free some space and run the same command again."),
+    ("Killed signal terminated program", "The compiler was killed, most likely for memory: try --jobs 1."),
+    ("Cannot allocate memory", "Memory ran out: try --jobs 1."),
+    (
+        "CUDA_CUDART",
+        "CMake found no CUDA toolkit: install it, or name it: --cmake-arg=-DCUDAToolkit_ROOT=DIR.",
+    ),
+    ("CMAKE_CUDA_COMPILER", "CMake found no nvcc: install the CUDA toolkit, or leave --backend cuda away."),
+    (
+        "Could NOT find Vulkan",
+        "Install Vulkan's headers and glslc (Debian: libvulkan-dev glslc spirv-headers).",
+    ),
+    ("hipconfig", "CMake found no ROCm: install it, or leave --backend hip away."),
+    ("compiler identification is unknown", "The compiler does not work: try it on a small file."),
+)
+
+
+def configure(
+    source: Path, build: Path, profile: Profile, tools: Toolchain, log: Path, progress: Progress, lock_fd: int
+) -> None:
+    """Run CMake, unless the folder is already configured just so.
+
+    A configuration that was interrupted, or made for other options, tools or another place, is begun
+    anew; compiled objects stay, and ninja keeps those whose command is still the same.
+
+    Raises: BuildError with the last lines of the log and advice.
+    """
+    wanted = {
+        "source": str(source),
+        "args": profile.cmake_args,
+        "tools": asdict(tools),
+    }
+    mark = build / _CONFIGURED
+    if _read_json(mark) == wanted and (build / "build.ninja").is_file():
+        return
+    mark.unlink(missing_ok=True)
+    (build / "CMakeCache.txt").unlink(missing_ok=True)
+    progress.step(f"Configuring llama.cpp for {profile.backend}")
+    command = [tools.cmake, "-G", "Ninja", "-S", str(source), "-B", str(build)]
+    command += [f"-DCMAKE_MAKE_PROGRAM={tools.ninja}", f"-DCMAKE_C_COMPILER={tools.compilers.cc}"]
+    command += [f"-DCMAKE_CXX_COMPILER={tools.compilers.cxx}", *profile.cmake_args]
+    run_logged(command, log=log, on_line=progress.update, lock_fd=lock_fd, what="Configuring")
+    mark.write_text(json.dumps(wanted))
+
+
+def compile_targets(
+    build: Path, profile: Profile, tools: Toolchain, jobs: int, log: Path, progress: Progress, lock_fd: int
+) -> None:
+    """Compile what the profile asks for; what is already compiled is not compiled again.
+
+    Raises: BuildError with the last lines of the log and advice.
+    """
+    require_space(build, _BUILD_ROOM_BYTES, "compiling")
+    progress.step(f"Compiling {', '.join(profile.targets)} with {jobs} jobs (log: {log})")
+    command = [tools.ninja, "-C", str(build), "-j", str(jobs), *profile.targets]
+    run_logged(command, log=log, on_line=progress.feed, lock_fd=lock_fd, what="Compiling")
+
+
+def run_logged(
+    command: list[str], *, log: Path, on_line: Callable[[str], None], lock_fd: int | None, what: str
+) -> None:
+    """Run a command whose output goes to a log file (appended) and, line by line, to `on_line`.
+
+    The child ends with us: on Ctrl-C it gets the same signal and is waited for; if we are killed, the
+    kernel ends it (Linux), and until it has ended it holds the build folder's lock.
+
+    Raises: BuildError on a non-zero exit.
+    """
+    tail: list[str] = []
+    with log.open("a") as file:
+        print(f"$ {' '.join(command)}", file=file, flush=True)
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            env={**os.environ, "NINJA_STATUS": "[%f/%t] "},
+            pass_fds=() if lock_fd is None else (lock_fd,),
+            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+        )
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                file.write(line)
+                tail = [*tail[-39:], line.rstrip()]
+                on_line(line.rstrip())
+            code = process.wait()
+        except BaseException:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+            raise
+        finally:
+            if process.stdout is not None:
+                process.stdout.close()
+    if code != 0:
+        raise BuildError(
+            f"{what} failed with exit code {code}.",
+            advice=f"{advise(tail)} The whole log: {log}".strip(),
+            log_tail=_relevant(tail),
+        )
+
+
+def advise(tail: list[str]) -> str:
+    """What to do about a failed command, if its output says something we know."""
+    text = "\n".join(tail)
+    return next((advice for sign, advice in _ADVICE if sign in text), "")
+
+
+def _relevant(tail: list[str], limit: int = 15) -> list[str]:
+    """The part of the output that explains a failure: from the first error on, else the end."""
+    for at, line in enumerate(tail):
+        if "error" in line.lower() or line.startswith("FAILED"):
+            return tail[at : at + limit]
+    return tail[-limit:]
+
+
+def _die_with_parent() -> None:
+    """In the child: ask the kernel for a SIGTERM when the build process dies, however it dies."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _read_json(path: Path) -> object:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None

