@@ -14,7 +14,7 @@ import dataclasses
 import difflib
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, dataclass_transform
 
 import psutil
@@ -144,6 +144,15 @@ def string(value: object) -> str:
     """Any text."""
     if not isinstance(value, str):
         raise Rejected("a string")
+    return value
+
+
+def hashable(value: object) -> Hashable:
+    """Any value that can be a key."""
+    try:
+        hash(value)
+    except TypeError:
+        raise Rejected("a hashable value") from None
     return value
 
 
@@ -311,6 +320,7 @@ class GenerationOptions:
     logit_bias: Mapping[int, float] | None = option(default=None, check=optional(logit_biases))
     logprobs: int | None = option(default=None, check=optional(integer(0, 100)))
     on_full: Literal["block", "error"] = option(default="block", check=choice("block", "error"))
+    session_id: Hashable = option(default=None, check=hashable)
 
 
 @options

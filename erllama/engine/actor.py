@@ -29,6 +29,7 @@ from erllama.errors import (
     ErllamaError,
     NotLoaded,
     SeqCapacity,
+    StickyBusy,
 )
 
 from .admission import Lanes
@@ -37,7 +38,7 @@ from .planner import PIECE, Limits, Share, lacks_cells, plan_step
 from .state import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
 
     from erllama.options import ContextOptions
 
@@ -108,9 +109,15 @@ class Actor:
     # --- what clients may do at any moment: sync, no I/O ---
 
     def submit(self, seq: Sequence) -> None:
-        """Queue a request. Raises `SeqCapacity` (on_full="error") or the reason why the actor ended."""
+        """Queue a request.
+
+        Raises: `StickyBusy`, `SeqCapacity` (on_full="error"), or the reason why the actor ended.
+        """
         if self._stopped is not None:
             raise self._stopped
+        session_id = seq.options.session_id
+        if session_id is not None and self._of_session(session_id):
+            raise StickyBusy(f"session {session_id!r} already has a request in flight; wait for its end")
         if seq.options.on_full == "error" and (self._lanes.waiting or not self._lanes.can_admit(seq)):
             raise SeqCapacity(f"all {self._lanes.n_slots} sequences of {self.model_id!r} are busy")
         self._lanes.waiting.append(seq)
@@ -123,6 +130,20 @@ class Actor:
         if not self._aborting and self._in_flight and all(s.cancelled for s in self._in_flight):
             self._aborting = True
             self._abort()
+
+    def reset_session(self, session_id: Hashable) -> list[Sequence]:
+        """End the session's requests with `EngineReset`, even while a step is stuck; returns them.
+
+        Their slots are free once `ended` is set on each.
+        """
+        hit = self._of_session(session_id)
+        for seq in hit:
+            seq.buffer.end(EngineReset(f"session {session_id!r} was reset"))
+            self.cancel(seq)
+        return hit
+
+    def _of_session(self, session_id: Hashable) -> list[Sequence]:
+        return [s for s in self.sequences() if s.options.session_id == session_id and not s.cancelled]
 
     def wake(self) -> None:
         """Something changed that may make a step possible."""
@@ -347,15 +368,6 @@ class Actor:
         self._lanes.to_drop.clear()
         self._n["rebuilt"] += 1
         await self._runner.run(rebuild)
-
-    async def reset(self, matches: Callable[[Sequence], bool]) -> int:
-        """End the requests that match with `EngineReset`, now, even while a step is stuck. How many."""
-        hit = [s for s in self.sequences() if matches(s) and s.phase is not Phase.FINISHED]
-        for seq in hit:
-            seq.buffer.end(EngineReset(f"request {seq.request} was reset"))
-            self.cancel(seq)
-        await trio.lowlevel.checkpoint()
-        return len(hit)
 
 
 def _row(share: Share, seq: Sequence) -> Row:

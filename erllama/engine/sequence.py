@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import trio
+
 from erllama.types import Completion, Done, Event, FinishReason, Request, Stats, Token, TokenId, TokenLogprob
 
 from .state import Happening, Lifecycle, Phase
@@ -63,6 +65,7 @@ class Sequence:
         self._slot: int | None = None
         self.times = Timeline(now)
         self.cancelled = False
+        self.ended = trio.Event()  # its slot and sampler are given back
         self._n_ctx = n_ctx
         self._life = Lifecycle()
         self._text = TextAssembler(options.stop)
@@ -192,6 +195,7 @@ class Sequence:
         self.buffer.end(error)
         if self.sampler is not None:
             self.sampler.close()
+        self.ended.set()
         return slot
 
     def _completion(self, reason: FinishReason) -> Completion:

@@ -43,7 +43,9 @@ class EventBuffer:
         return len(self._events) + EVENTS_PER_STEP <= self._capacity
 
     def put_nowait(self, *events: Event) -> None:
-        """Deliver; the caller has checked `has_room` when it planned the step."""
+        """Deliver, unless the stream has ended; whoever planned the step has checked `has_room`."""
+        if self._ended:
+            return
         self._events.extend(events)
         self._wakeup.unpark_all()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, TypedDict
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
 
 
 class Generation(TypedDict, total=False):
@@ -24,3 +24,4 @@ class Generation(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     logprobs: int | None
     on_full: Literal["block", "error"]
+    session_id: Hashable

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import numpy as np
 import trio
 
 from erllama.engine.handle import EventStream, Handle, open_stream
-from erllama.errors import InvalidContent, NotLoaded
+from erllama.errors import EngineError, InvalidContent, NotLoaded
 from erllama.options import GenerationOptions
 from erllama.types import Completion, Done, Event
 
 from .info import ModelInfo, Phase, RequestInfo
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from erllama.engine.actor import ActorStatistics
 
     from .generation import Generation
 
 Prompt = str | Sequence[int]
+RESET_PATIENCE_S = 5.0
 PLAIN_CALL_BYTES = 64 << 10  # longer text is tokenised in a worker thread, off the event loop
 
 
@@ -78,6 +81,22 @@ class Model:
         if isinstance(prompt, str):
             return await self.tokenize_async(prompt)
         return _token_ids(prompt)
+
+    async def reset_session(self, session_id: Hashable) -> Literal["recovered", "not_found"]:
+        """End the session's request in flight; its reader gets `EngineReset` at once, even if a step is stuck.
+
+        Raises: `EngineError` with reason "timeout" if its sequence is not free again after 5 s.
+        Cancellation: the request is ended all the same.
+        """
+        hit = self._live().actor.reset_session(session_id)
+        with trio.move_on_after(RESET_PATIENCE_S) as patience:
+            for seq in hit:
+                await seq.ended.wait()
+        if patience.cancelled_caught:
+            raise EngineError(
+                f"session {session_id!r} is still computing after {RESET_PATIENCE_S:g} s", reason="timeout"
+            )
+        return "recovered" if hit else "not_found"
 
     # --- text and tokens ---
 

@@ -1,0 +1,292 @@
+"""The backend that runs GGUF models: one llama.cpp model and context behind `erllama.backend.Backend`.
+
+It turns a step into one `llama_decode` under the compute permit, samples the rows that ask for it on
+the same thread, and knows what each kind of memory can be cut to. Native values that follow from the
+user's options (output rows, the scratch sequence, cells of separate streams) are computed here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from erllama import llama
+from erllama.backend import BackendFacts, MemoryKind, Sampled, StepResult, StepStatus
+from erllama.errors import ErllamaError, NotSupported
+from erllama.types import TokenLogprob
+
+from .permit import PROCESS_PERMIT
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from erllama.backend import SamplingParams, Step
+    from erllama.options import ContextOptions, ModelOptions
+
+N_SCRATCH = 1  # one sequence more than users see, where ranges can be copied: for saving and restoring
+
+
+class LlamaSampler:
+    """A native sampler chain, and how many alternatives to report beside each token."""
+
+    def __init__(self, chain: llama.SamplerChain, n_alternatives: int | None) -> None:
+        self.chain = chain
+        self.n_alternatives = n_alternatives
+
+    def close(self) -> None:
+        """Free the chain."""
+        self.chain.close()
+
+
+class LlamaBackend:
+    """One GGUF file, loaded. See `erllama.backend` for threads and for what each method promises."""
+
+    def __init__(self, path: str, model: ModelOptions, context: ContextOptions) -> None:
+        self._path = path
+        self._model_options = model
+        self._options = context
+        self._progress = llama.LoadProgress()
+        self._model: llama.Model | None = None
+        self._context: llama.Context | None = None
+        self._batch: llama.Batch | None = None
+
+    def __repr__(self) -> str:
+        return f"<LlamaBackend {self._path!r}{'' if self._context else ' closed'}>"
+
+    # --- life ---
+
+    def load_fraction(self) -> float:
+        """How far a running `open` is."""
+        return self._progress.fraction
+
+    def cancel_open(self) -> None:
+        """Make a running `open` give up."""
+        self._progress.cancel()
+
+    def open(self) -> BackendFacts:
+        """Load the weights and make the context.
+
+        Raises: `MalformedGguf`, `NotSupported` (architectures that cannot generate), `LoadFailed`,
+        `ModelWouldOom`, `NativeLibraryError`.
+        """
+        self._model = model = llama.Model.open(self._path, self._model_options, progress=self._progress)
+        _require_generating(model.facts, self._model_options)
+        self._params = _native_params(self._options, model.facts)
+        self._context = context = llama.Context.open(model, self._params)
+        self._batch = llama.Batch(context.n_batch, self._params.n_seq_max)
+        self._kind = MemoryKind(context.memory_kind.value)
+        if self._kind is MemoryKind.NONE:
+            raise NotSupported(f"{self._path}: this model only embeds, it cannot generate")
+        n_slots = self._options.n_seq_max
+        per_request = min(self._options.n_ctx or model.facts.n_ctx_train, context.n_ctx_seq)
+        return BackendFacts(
+            n_ctx=per_request,
+            n_cells=context.n_ctx,
+            n_batch=context.n_batch,
+            n_slots=n_slots,
+            n_vocab=model.facts.n_vocab,
+            memory_kind=self._kind,
+            streams_separate=not self._options.kv_unified,
+            sampling_defaults=dict(model.facts.sampling_defaults),
+            details=self._details(),
+        )
+
+    def _details(self) -> dict[str, Any]:
+        model, context = self._live_model(), self._live_context()
+        facts = dataclasses.asdict(model.facts)
+        for bulky in ("metadata", "chat_template", "sampling_defaults"):
+            facts.pop(bulky)
+        return {
+            **facts,
+            "memory": context.memory_bytes,
+            "n_threads": self._params.n_threads,
+            "build": llama.build_info(),
+        }
+
+    def close(self) -> None:
+        """Free everything; harmless when nothing was opened."""
+        self._batch = None
+        if self._context is not None:
+            self._context.close()
+            self._context = None
+        if self._model is not None:
+            self._model.close()
+            self._model = None
+
+    def rebuild(self) -> None:
+        """A fresh context on the same weights."""
+        self._live_context().close()
+        self._context = llama.Context.open(self._live_model(), self._params)
+
+    def _live_model(self) -> llama.Model:
+        assert self._model is not None
+        return self._model
+
+    def _live_context(self) -> llama.Context:
+        assert self._context is not None
+        return self._context
+
+    # --- steps ---
+
+    def step(self, step: Step) -> StepResult:
+        """One `llama_decode`, then one sample per row that carries a sampler."""
+        context, batch = self._live_context(), self._batch
+        assert batch is not None
+        context.abort.clear()
+        batch.clear()
+        outputs = [
+            batch.add(row.slot, row.tokens, row.pos, output="none" if row.sampler is None else "last")
+            for row in step.rows
+        ]
+        with PROCESS_PERMIT.held(self._params.n_threads):
+            context.abort.arm(step.budget_s)
+            began = time.perf_counter()
+            rc = context.decode(batch)
+            computed = time.perf_counter()
+        if rc != 0:
+            return StepResult(status=_status(rc, context.abort.cause), rc=rc, compute_s=computed - began)
+        sampled = tuple(
+            None if row.sampler is None else self._sample(row.sampler, output)
+            for row, output in zip(step.rows, outputs, strict=True)
+        )
+        return StepResult(
+            status=StepStatus.OK,
+            sampled=sampled,
+            compute_s=computed - began,
+            sample_s=time.perf_counter() - computed,
+        )
+
+    def _sample(self, sampler: Any, output: int) -> Sampled | ErllamaError:
+        assert isinstance(sampler, LlamaSampler)
+        context = self._live_context()
+        try:
+            token = sampler.chain.sample(context, output)
+        except ErllamaError as error:  # this request's grammar or memory; its neighbours go on
+            return error
+        if sampler.n_alternatives is None:
+            return Sampled(token=token)
+        return Sampled(token=token, logprob=_logprob(context.logits(output), token, sampler.n_alternatives))
+
+    def abort(self) -> None:
+        """Raise the flag that ggml's abort callback reads. Any thread."""
+        context = self._context
+        if context is not None:
+            context.abort.raise_flag()
+
+    # --- memory ---
+
+    def n_kv(self, slot: int) -> int:
+        """Tokens that can be trusted to be in memory.
+
+        After an abort, recurrent states are ahead of what `pos_max` says (tried on the pinned build),
+        so they count as lost.
+        """
+        if self._kind not in (MemoryKind.DENSE, MemoryKind.WINDOW):
+            return 0
+        return self._live_context().memory.pos_max(slot) + 1
+
+    def cut(self, slot: int, n_keep: int) -> bool:
+        """Keep [0, n_keep); False where llama.cpp would answer true and be wrong, or cannot."""
+        memory = self._live_context().memory
+        if n_keep == 0:
+            return memory.rm(slot, -1, -1)
+        if self._kind is MemoryKind.WINDOW:
+            n_swa = self._live_model().facts.n_swa
+            if memory.pos_min(slot) > max(0, n_keep - n_swa):
+                return False  # cells outside the window are gone already
+        elif self._kind is not MemoryKind.DENSE:
+            return False
+        return memory.rm(slot, n_keep, -1) and memory.pos_max(slot) == n_keep - 1
+
+    # --- vocabulary and samplers: any thread ---
+
+    def new_sampler(self, params: SamplingParams) -> LlamaSampler:
+        """A native chain. Raises `InvalidGrammar`."""
+        model = self._live_model()
+        native = llama.SamplerParams(
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            seed=params.seed,
+            logit_bias=params.logit_bias,
+            grammar=params.grammar,
+            grammar_first=params.grammar_first,
+        )
+        return LlamaSampler(llama.SamplerChain(model.vocab, model.facts.n_vocab, native), params.logprobs)
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Text to token ids."""
+        return self._live_model().vocab.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    def detokenize(self, tokens: Sequence[int]) -> bytes:
+        """Token ids to bytes, control tokens written out."""
+        return self._live_model().vocab.detokenize(tokens)
+
+    def piece(self, token: int) -> bytes:
+        """The bytes a token shows."""
+        return self._live_model().vocab.piece(token)
+
+    def is_eog(self, token: int) -> bool:
+        """Whether the token ends a generation."""
+        return self._live_model().vocab.is_eog(token)
+
+
+def _require_generating(facts: llama.ModelFacts, options: ModelOptions) -> None:
+    """Raise `NotSupported` for what can be loaded but not generate."""
+    if options.vocab_only:
+        raise NotSupported("vocab_only=True loads a vocabulary without weights: it cannot generate")
+    if facts.is_diffusion:
+        raise NotSupported(
+            f"{facts.architecture} is a diffusion model; only autoregressive models are served"
+        )
+    if facts.has_encoder and facts.has_decoder:
+        raise NotSupported(f"{facts.architecture} is an encoder-decoder model; only decoders are served")
+
+
+def _native_params(options: ContextOptions, facts: llama.ModelFacts) -> llama.ContextParams:
+    n_ctx = options.n_ctx or facts.n_ctx_train
+    unified = options.kv_unified
+    assert options.n_threads is not None
+    assert options.n_threads_batch is not None
+    assert options.n_ubatch is not None
+    return llama.ContextParams(
+        n_ctx=n_ctx if unified else n_ctx * options.n_seq_max,
+        n_batch=options.n_batch,
+        n_ubatch=options.n_ubatch,
+        n_seq_max=options.n_seq_max + (N_SCRATCH if unified else 0),
+        n_outputs_max=options.n_seq_max,  # one sampled row per sequence; more would cost compute buffer
+        n_threads=options.n_threads,
+        n_threads_batch=options.n_threads_batch,
+        flash_attn=options.flash_attn,
+        type_k=options.type_k,
+        type_v=options.type_v,
+        kv_unified=unified,
+        embeddings=options.embeddings,
+        pooling=options.pooling,
+    )
+
+
+def _status(rc: int, cause: str | None) -> StepStatus:
+    """llama.h, llama_decode: 1 no room, 2 aborted, negative fatal (-1: our batch was invalid)."""
+    if rc == 1:
+        return StepStatus.NO_ROOM
+    if rc == 2:
+        return StepStatus.TIMEOUT if cause == "deadline" else StepStatus.ABORTED
+    return StepStatus.FATAL
+
+
+def _logprob(logits: np.ndarray, token: int, n_top: int) -> TokenLogprob:
+    """Log-softmax of the raw logits at the sampled token, and the `n_top` likeliest."""
+    shifted = logits.astype(np.float64) - float(logits.max())
+    logprobs = shifted - np.log(np.exp(shifted).sum())
+    top: tuple[tuple[int, float], ...] = ()
+    if n_top:
+        best = np.argpartition(logprobs, -n_top)[-n_top:]
+        best = best[np.argsort(-logprobs[best], kind="stable")]
+        top = tuple((int(i), float(logprobs[i])) for i in best)
+    return TokenLogprob(token=token, logprob=float(logprobs[token]), top=top)
