@@ -83,7 +83,7 @@ class Model:
         return _token_ids(prompt)
 
     async def reset_session(self, session_id: Hashable) -> Literal["recovered", "not_found"]:
-        """End the session's request in flight; its reader gets `EngineReset` at once, even if a step is stuck.
+        """End the session's request in flight; its reader gets `EngineReset` at once, stuck or not.
 
         Raises: `EngineError` with reason "timeout" if its sequence is not free again after 5 s.
         Cancellation: the request is ended all the same.
