@@ -18,7 +18,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     Raises: `NativeLibraryError` when there is no usable build; the message says what to run.
     """
-    _line("erllama", metadata.version("erllama"))
+    _line("erllama", _own_version())
     _line("python", f"{platform.python_version()} ({platform.system()} {platform.machine()})")
     _line("models", str(models.models_dir()))
     build = build_info()
@@ -26,6 +26,13 @@ def run(arguments: argparse.Namespace) -> None:
     _line("backend", build.backend)
     _line("cpu variant", build.cpu_variant or "built for this machine")
     _line("build", build.stamp)
+
+
+def _own_version() -> str:
+    try:
+        return metadata.version("erllama")
+    except metadata.PackageNotFoundError:
+        return "run from its sources, not installed"
 
 
 def _line(name: str, value: str) -> None:

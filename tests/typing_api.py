@@ -1,0 +1,87 @@
+"""A program that uses the public API, for the type checker: `mypy --strict` must find nothing here.
+
+It is never run. Each line states a type that users rely on.
+"""
+
+from __future__ import annotations
+
+from typing import assert_type
+
+import erllama
+from erllama import (
+    Completion,
+    ContextOptions,
+    Done,
+    Engine,
+    Model,
+    ModelInfo,
+    ModelOptions,
+    RequestInfo,
+    Stats,
+    Token,
+    TokenId,
+)
+
+
+async def loading() -> None:
+    """Engines and models."""
+    async with erllama.open_engine(stream_buffer_events=64) as engine:
+        assert_type(engine, Engine)
+        model = await engine.load_model(
+            "model.gguf",
+            model_id="m",
+            model=ModelOptions(n_gpu_layers=0, load_mode="mmap"),
+            context=ContextOptions(n_ctx=None, n_seq_max=4, flash_attn="auto", type_k="q8_0"),
+            progress=lambda share: None,
+        )
+        assert_type(model, Model)
+        assert_type(engine.model("m"), Model)
+        assert_type(engine.models(), list[ModelInfo])
+        assert_type(engine.requests(), list[RequestInfo])
+        assert_type(model.model_id, str)
+        await generating(model)
+        await engine.unload("m")
+
+
+async def generating(model: Model) -> None:
+    """One-shot, streamed and collected."""
+    result = await model.complete("Once", max_tokens=8, temperature=0.0, stop=["\n"], seed=1)
+    assert_type(result, Completion)
+    assert_type(result.reply, str)
+    assert_type(result.generated, list[int])
+    assert_type(result.stats, Stats)
+    assert_type(result.stats.first_token_s, float)
+
+    async with model.stream([1, 2, 3], logit_bias={5: -1.0}, logprobs=3) as events:
+        async for event in events:
+            match event:
+                case Token():
+                    assert_type(event.text, str)
+                case TokenId():
+                    assert_type(event.id, int)
+                case Done():
+                    assert_type(event.completion, Completion)
+
+    async with model.stream("Once") as events:
+        assert_type(await erllama.collect(events), Completion)
+
+
+def tokens(model: Model) -> None:
+    """Text to ids and back."""
+    assert_type(model.tokenize("text", add_special=False), list[int])
+    assert_type(model.detokenize([1, 2]), str)
+
+
+def failures(error: erllama.ErllamaError) -> None:
+    """Every error says what a program needs."""
+    assert_type(error.reason, str)
+    assert_type(error.http_status, int)
+    assert_type(error.retry_after_s, float | None)
+
+
+async def mistakes(model: Model) -> None:
+    """What the checker refuses. An ignore that is not needed is an error, so these lines are tests."""
+    await model.complete("x", temprature=0.0)  # type: ignore[call-arg]
+    await model.complete("x", max_tokens="8")  # type: ignore[arg-type]
+    ContextOptions(flash_attn="maybe")  # type: ignore[arg-type]
+    ModelOptions(n_gpu_layer=1)  # type: ignore[call-arg]
