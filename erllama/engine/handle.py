@@ -8,25 +8,20 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import outcome
 import trio
 
-from erllama.errors import ContextOverflow, InvalidContent, NotSupported
-from erllama.types import Done, Event, Request
+from erllama.errors import NotSupported
 
 from .actor import Actor
 from .runner import InlineRunner, Runner, ThreadRunner
-from .sampling import resolve_sampling
-from .sequence import Sequence
-from .stream import EventBuffer
 
 if TYPE_CHECKING:
     from erllama.backend import Backend, BackendFacts
-    from erllama.options import ContextOptions, GenerationOptions
+    from erllama.options import ContextOptions
 
 _request_ids = itertools.count(1)
 
@@ -94,53 +89,6 @@ class Handle:
         """End the actor; `closed` is set once everything is freed."""
         self._scope.cancel()
 
-    # --- requests ---
-
-    @contextmanager
-    def submit(
-        self, prompt: list[int], options: GenerationOptions, buffer_events: int
-    ) -> Iterator[tuple[Sequence, EventBuffer]]:
-        """Queue a request for the block; leaving the block ends it."""
-        self._check_prompt(prompt)
-        params = resolve_sampling(options, self.facts.sampling_defaults, self.facts.n_vocab)
-        new_sampler = getattr(self.backend, "new_sampler", None)
-        seq = Sequence(
-            request=Request(next(_request_ids), self.model_id),
-            prompt=prompt,
-            options=options,
-            sampler=new_sampler(params) if new_sampler else None,
-            seed=params.seed,
-            n_ctx=self.facts.n_ctx,
-            buffer=(buffer := EventBuffer(buffer_events, self.actor.wake)),
-            now=trio.current_time(),
-        )
-        try:
-            self.actor.submit(seq)
-        except BaseException:
-            seq.fail(None)
-            raise
-        try:
-            yield seq, buffer
-        finally:
-            self.actor.cancel(seq)
-
-    def _check_prompt(self, prompt: list[int]) -> None:
-        if not prompt:
-            raise InvalidContent("the prompt has no tokens; give at least one")
-        n_vocab, n_ctx = self.facts.n_vocab, self.facts.n_ctx
-        for at, token in enumerate(prompt):
-            if not 0 <= token < n_vocab:
-                raise InvalidContent(
-                    f"token {token} at index {at} is not in the vocabulary of {n_vocab}",
-                    detail={"index": at, "token": token, "n_vocab": n_vocab},
-                )
-        if len(prompt) >= n_ctx:
-            raise ContextOverflow(
-                f"the prompt has {len(prompt)} tokens, and the context length is {n_ctx}; shorten it, "
-                f"or load the model with a larger n_ctx",
-                detail={"n_prompt": len(prompt), "n_ctx": n_ctx},
-            )
-
     def optional(self, name: str) -> Callable[..., Any]:
         """A method the backend may lack. Raises `NotSupported`."""
         method: Callable[..., Any] | None = getattr(self.backend, name, None)
@@ -165,44 +113,3 @@ def make_runner(backend: Backend, model_id: str) -> Runner:
     """A thread of its own, unless the backend asks to be called inline (`inline_delay_s`)."""
     delay: Callable[[], float] | None = getattr(backend, "inline_delay_s", None)
     return ThreadRunner(f"erllama {model_id}") if delay is None else InlineRunner(delay)
-
-
-class EventStream:
-    """The events of one request: iterate it. `request` names it; `cancel` ends it early.
-
-    Failures are raised out of the iterator. The last event is always `Done`.
-    """
-
-    def __init__(self, seq: Sequence, buffer: EventBuffer, cancel: Callable[[Sequence], None]) -> None:
-        self.request = seq.request
-        self._seq = seq
-        self._buffer = buffer
-        self._cancel = cancel
-        self._done = False
-
-    def __repr__(self) -> str:
-        return f"<EventStream {self._seq!r}>"
-
-    def cancel(self) -> None:
-        """End the request now; `Done` follows with finish_reason "cancelled". Harmless when it is over."""
-        self._cancel(self._seq)
-
-    def __aiter__(self) -> EventStream:
-        return self
-
-    async def __anext__(self) -> Event:
-        """The next event. Cancellation: loses nothing; leaving the stream's block ends the request."""
-        if self._done:
-            raise StopAsyncIteration
-        event = await self._buffer.receive()
-        self._done = isinstance(event, Done)
-        return event
-
-
-@asynccontextmanager
-async def open_stream(
-    handle: Handle, prompt: list[int], options: GenerationOptions, buffer_events: int
-) -> AsyncIterator[EventStream]:
-    """A request for the block. Leaving it cancels what is still running and delivers nothing more."""
-    with handle.submit(prompt, options, buffer_events) as (seq, buffer):
-        yield EventStream(seq, buffer, handle.actor.cancel)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 import numpy as np
 import trio
 
-from erllama.engine.handle import EventStream, Handle, open_stream
+from erllama.engine.request import EventStream, open_stream
 from erllama.errors import EngineError, InvalidContent, NotLoaded
 from erllama.options import GenerationOptions
 from erllama.types import Completion, Done, Event
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from erllama.engine.actor import ActorStatistics
+    from erllama.engine.handle import Handle
 
     from .generation import Generation
 

@@ -1,0 +1,121 @@
+"""One request: from prompt and options to a sequence in the actor, and its events back.
+
+Everything a caller can get wrong is found here, before the actor hears of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import trio
+
+from erllama.errors import ContextOverflow, InvalidContent
+from erllama.types import Done, Event, Request
+
+from .sampling import resolve_sampling
+from .sequence import Sequence
+from .stream import EventBuffer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from erllama.backend import BackendFacts, Sampler, SamplingParams
+    from erllama.options import GenerationOptions
+
+    from .handle import Handle
+
+_request_ids = itertools.count(1)
+
+
+class EventStream:
+    """The events of one request: iterate it. `request` names it; `cancel` ends it early.
+
+    Failures are raised out of the iterator. The last event is always `Done`.
+    """
+
+    def __init__(self, seq: Sequence, buffer: EventBuffer, cancel: Callable[[Sequence], None]) -> None:
+        self.request = seq.request
+        self._seq = seq
+        self._buffer = buffer
+        self._cancel = cancel
+        self._done = False
+
+    def __repr__(self) -> str:
+        return f"<EventStream {self._seq!r}>"
+
+    def cancel(self) -> None:
+        """End the request now; `Done` follows with finish_reason "cancelled". Harmless when it is over."""
+        self._cancel(self._seq)
+
+    def __aiter__(self) -> EventStream:
+        return self
+
+    async def __anext__(self) -> Event:
+        """The next event. Cancellation: loses nothing; leaving the stream's block ends the request."""
+        if self._done:
+            raise StopAsyncIteration
+        event = await self._buffer.receive()
+        self._done = isinstance(event, Done)
+        return event
+
+
+@asynccontextmanager
+async def open_stream(
+    handle: Handle, prompt: list[int], options: GenerationOptions, buffer_events: int
+) -> AsyncIterator[EventStream]:
+    """A request for the block. Leaving it cancels what is still running and delivers nothing more.
+
+    Raises: `InvalidContent`, `ContextOverflow`, `InvalidOption`, `InvalidGrammar`, `StickyBusy`, `SeqCapacity`.
+    """
+    check_prompt(prompt, handle.facts)
+    params = resolve_sampling(options, handle.facts.sampling_defaults, handle.facts.n_vocab)
+    buffer = EventBuffer(buffer_events, handle.actor.wake)
+    seq = Sequence(
+        request=Request(next(_request_ids), handle.model_id),
+        prompt=prompt,
+        options=options,
+        sampler=await _make_sampler(handle, params),
+        seed=params.seed,
+        n_ctx=handle.facts.n_ctx,
+        buffer=buffer,
+        now=trio.current_time(),
+    )
+    try:
+        handle.actor.submit(seq)
+    except BaseException:
+        seq.fail(None)
+        raise
+    try:
+        yield EventStream(seq, buffer, handle.actor.cancel)
+    finally:
+        handle.actor.cancel(seq)
+
+
+async def _make_sampler(handle: Handle, params: SamplingParams) -> Sampler | None:
+    """A sampler chain; parsing a grammar may take milliseconds, so that happens off the event loop."""
+    make: Callable[[SamplingParams], Sampler] | None = getattr(handle.backend, "new_sampler", None)
+    if make is None:
+        return None
+    if params.grammar is None:
+        return make(params)
+    return await trio.to_thread.run_sync(make, params)
+
+
+def check_prompt(prompt: list[int], facts: BackendFacts) -> None:
+    """Raise `InvalidContent` or `ContextOverflow` for a prompt that cannot run."""
+    if not prompt:
+        raise InvalidContent("the prompt has no tokens; give at least one")
+    if min(prompt) < 0 or max(prompt) >= facts.n_vocab:
+        at, token = next((i, t) for i, t in enumerate(prompt) if not 0 <= t < facts.n_vocab)
+        raise InvalidContent(
+            f"token {token} at index {at} is not in the vocabulary of {facts.n_vocab}",
+            detail={"index": at, "token": token, "n_vocab": facts.n_vocab},
+        )
+    if len(prompt) >= facts.n_ctx:
+        raise ContextOverflow(
+            f"the prompt has {len(prompt)} tokens, and the context length is {facts.n_ctx}; shorten it, "
+            f"or load the model with a larger n_ctx",
+            detail={"n_prompt": len(prompt), "n_ctx": facts.n_ctx},
+        )
