@@ -1,0 +1,63 @@
+# erllama: the commands a newcomer needs. `make help` lists them.
+# Needs python3 (3.11 or newer, with venv), a C++ compiler and make; everything else is fetched.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+DEPS := $(VENV)/.erllama-requirements
+INSTALLED := $(VENV)/.erllama-installed
+# Passed to build_libllama.py, e.g. make build BUILD="--backend cuda"
+BUILD ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check build sources clean distclean
+
+help:  ## this list
+	@echo "usage: make TARGET"
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 14
+
+demo: build  ## build everything, then watch a real model answer
+	@$(VENV)/bin/erllama demo
+
+test: build sources check  ## build everything, then run all checks and tests
+	$(PY) -X dev -W error -m pytest
+
+check: build  ## lint, types and layers only
+	$(PY) tools/check.py
+
+build: $(DEPS)  ## the virtual environment, the native library and the package in it
+	@$(PY) build_libllama.py $(BUILD)
+	@$(MAKE) --no-print-directory $(INSTALLED)
+
+sources: $(DEPS)  ## only fetch, unpack and verify the llama.cpp sources
+	@$(PY) build_libllama.py --fetch-only
+
+clean:  ## remove what was built here (the cache folder and .venv stay)
+	rm -rf build dist erllama/llama/_native $(INSTALLED)
+
+distclean: clean  ## clean, and remove .venv and the unpacked sources too
+	rm -rf $(VENV)
+	find vendor/llama.cpp -mindepth 1 -maxdepth 1 ! -name pin.toml ! -name README.md -exec rm -rf {} +
+
+$(PY):
+	@command -v $(PYTHON) >/dev/null || { echo "error: there is no $(PYTHON). Debian, Ubuntu: apt install python3 python3-venv"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: $(PYTHON) is older than 3.11. Name a newer one: make PYTHON=python3.12 ..."; exit 1; }
+	@echo "==> Creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV) >$(VENV).log 2>&1 && rm -f $(VENV).log || \
+	  { tail -n 5 $(VENV).log; rm -rf $(VENV) $(VENV).log; \
+	    echo "error: $(PYTHON) cannot make a virtual environment. Debian, Ubuntu: apt install python3-venv"; exit 1; }
+
+$(DEPS): pyproject.toml tools/requirements.py | $(PY)
+	@echo "==> Installing what the build and the tests need into $(VENV)"
+	@$(PY) tools/requirements.py > $(DEPS).part
+	@$(PY) -m pip install --disable-pip-version-check -r $(DEPS).part || \
+	  { echo "error: the package index could not be used. Check the network and: $(PY) -m pip config list"; exit 1; }
+	@mv $(DEPS).part $@
+
+# Only after the native build, which ran in the foreground: the install need not repeat it.
+$(INSTALLED): $(DEPS) pyproject.toml
+	@echo "==> Installing erllama into $(VENV)"
+	@ERLLAMA_SKIP_NATIVE_BUILD=1 $(PY) -m pip install --disable-pip-version-check --quiet \
+	  --no-build-isolation --no-deps -e .
+	@touch $@
