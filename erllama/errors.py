@@ -208,6 +208,18 @@ class LoadFailed(EngineError):
     reason = "load_failed"
 
 
+class LoadCancelled(EngineError):
+    """The load was cancelled through its progress object."""
+
+    reason = "load_cancelled"
+
+
+class InvalidBatch(EngineError):
+    """A batch that llama.cpp would refuse or die of; `detail` names the row, the value and the limit."""
+
+    reason = "invalid_batch"
+
+
 class DecodeTimeout(EngineError):
     """A step ran over `decode_budget_s`."""
 

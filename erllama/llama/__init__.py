@@ -1,0 +1,32 @@
+"""The synchronous binding to llama.cpp: models, contexts, batches, vocabulary, samplers, logs.
+
+Lives here: everything that sees a cffi object, the declarations (`cdef/`), our C++ (`shim*`), and
+the checks of every precondition that llama.cpp would abort on. Knows nothing of trio or of requests.
+May be called by: engine, runtime, cli, tools. Calls: erllama.errors, erllama.options, erllama.files.
+Importing it loads no native code; the first `Model.open` (or `ensure_backend`) does.
+"""
+
+from .abort import Abort as Abort
+from .backend import BuildInfo as BuildInfo
+from .backend import Device as Device
+from .backend import build_info as build_info
+from .backend import devices as devices
+from .backend import ensure_backend as ensure_backend
+from .backend import resume_logs as resume_logs
+from .backend import shutdown_logs as shutdown_logs
+from .batch import Batch as Batch
+from .context import Context as Context
+from .estimate import MemoryUse as MemoryUse
+from .estimate import estimate as estimate
+from .facts import ModelFacts as ModelFacts
+from .facts import SamplingFacts as SamplingFacts
+from .memory import Memory as Memory
+from .memory import MemoryKind as MemoryKind
+from .model import LoadProgress as LoadProgress
+from .model import Model as Model
+from .params import ContextParams as ContextParams
+from .readout import forward_argmax as forward_argmax
+from .sampler import SamplerChain as SamplerChain
+from .sampler import SamplerParams as SamplerParams
+from .sampler import live_samplers as live_samplers
+from .vocab import Vocab as Vocab

@@ -1,0 +1,85 @@
+"""The rows of one decode: numpy arrays that llama.cpp reads in place.
+
+The order of rows is the order of `add` calls. For contexts with separate KV streams add sequences
+in ascending order of their ids: only adjacent ascending ids are computed together.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+
+from erllama.errors import BatchOverflow
+
+from .ffi import Library, library
+from .vocab import TokenIds, as_pointer
+
+Output = Literal["none", "last", "all"]
+
+
+class Batch:
+    """Room for `capacity` rows, reused for every step. Not thread-safe.
+
+    `n_tokens` and `n_outputs` count the rows and the marked ones among them.
+    """
+
+    def __init__(self, capacity: int, n_seq_max: int = 1) -> None:
+        lib: Library = library()
+        ffi = lib.ffi
+        self.capacity = capacity
+        self.n_tokens = 0
+        self.n_outputs = 0
+        self.tokens = np.zeros(capacity, np.int32)
+        self.positions = np.zeros(capacity, np.int32)
+        self.outputs = np.zeros(capacity, np.int8)
+        self._n_seq_id = np.ones(capacity, np.int32)
+        # Each row's seq_id entry is a pointer into this table of all ids, so marking n rows is one fill.
+        self._seq_table = np.arange(n_seq_max, dtype=np.int32)
+        self._table_address = int(self._seq_table.ctypes.data)
+        self._seq_pointers = np.full(capacity, self._table_address, np.uintp)
+        self.native: Any = ffi.new("struct llama_batch *")
+        self.native.token = as_pointer(ffi, self.tokens, "llama_token *")
+        self.native.pos = as_pointer(ffi, self.positions, "llama_pos *")
+        self.native.logits = as_pointer(ffi, self.outputs, "int8_t *")
+        self.native.n_seq_id = as_pointer(ffi, self._n_seq_id, "int32_t *")
+        self.native.seq_id = as_pointer(ffi, self._seq_pointers, "llama_seq_id **")
+
+    def __repr__(self) -> str:
+        return f"<Batch {self.n_tokens}/{self.capacity} rows, {self.n_outputs} outputs>"
+
+    def clear(self) -> None:
+        """No rows."""
+        self.n_tokens = self.n_outputs = self.native.n_tokens = 0
+
+    def add(self, seq_id: int, tokens: TokenIds, pos: int, *, output: Output = "last") -> int:
+        """Append `tokens` of one sequence at positions `pos`, `pos+1`, …
+
+        Returns: the index to ask `logits()` and samplers for: of the last row with output "none" or
+        "last", of the first row with "all" (row k is then at index + k).
+        Raises: `BatchOverflow` if the rows do not fit; `InvalidBatch` comes from `decode`.
+        """
+        n = len(tokens)
+        start, end = self.n_tokens, self.n_tokens + n
+        if end > self.capacity or n == 0:
+            raise BatchOverflow(
+                f"{n} rows do not fit: {start} of {self.capacity} are taken" if n else "no tokens to add",
+                detail={"n_rows": n, "n_taken": start, "capacity": self.capacity},
+            )
+        if not 0 <= seq_id < len(self._seq_table):
+            raise BatchOverflow(
+                f"sequence {seq_id}: this batch was made for ids below {len(self._seq_table)}",
+                detail={"seq_id": seq_id, "n_seq_max": len(self._seq_table)},
+            )
+        self.tokens[start:end] = tokens
+        if n == 1:
+            self.positions[start] = pos
+        else:
+            self.positions[start:end] = np.arange(pos, pos + n, dtype=np.int32)
+        self._seq_pointers[start:end] = self._table_address + seq_id * self._seq_table.itemsize
+        self.outputs[start:end] = output == "all"
+        if output == "last":
+            self.outputs[end - 1] = 1
+        self.n_outputs += n if output == "all" else int(output == "last")
+        self.n_tokens = self.native.n_tokens = end
+        return start if output == "all" else end - 1

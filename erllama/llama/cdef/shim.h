@@ -1,0 +1,86 @@
+/* The project's own native part (erllama/llama/shim.h has the prose). */
+
+/* What a generated wrapper writes when an exception arrives: kind 0 none, 1 out of memory, 2 other. */
+struct el_error {
+    int32_t kind;
+    char message[508];
+};
+
+struct el_sampler;
+
+struct el_abort {
+    int32_t cancel;
+    int32_t fired;
+    int64_t deadline_ns;
+};
+
+struct el_load_progress {
+    float fraction;
+    int32_t cancel;
+    int32_t cancelled;
+};
+
+struct el_log_line {
+    int32_t level;
+    uint64_t thread_id;
+    uint64_t n_dropped;
+    int32_t n_bytes;
+    char text[4096];
+};
+
+struct el_memory_use {
+    uint64_t model_bytes;
+    uint64_t context_bytes;
+    uint64_t compute_bytes;
+};
+
+struct el_batch_limits {
+    int32_t n_batch;
+    int32_t n_outputs_max;
+    int32_t n_seq_max;
+    int32_t n_vocab;
+};
+
+struct el_batch_fault {
+    int32_t code;
+    int32_t row;
+    int64_t value;
+    int64_t limit;
+};
+
+struct el_grammar_fault {
+    int32_t line;
+    char message[512];
+};
+
+/* Test hook: throws bad_alloc for 1, runtime_error for 2, an int for 3. */
+void shim_test_throw(int32_t kind);
+
+/* The stamp this binding was compiled with. */
+const char *shim_stamp(void);
+
+void shim_log_install(int32_t min_level);
+void shim_log_shutdown(void);
+bool shim_log_is_open(void);
+void shim_log_emit(int32_t level, const char *text);
+void shim_log_emit_common(int32_t level, const char *text);
+bool shim_log_wait(struct el_log_line *line, int32_t timeout_ms);
+void shim_capture_begin(void);
+int32_t shim_capture_end(char *buf, int32_t size);
+
+struct llama_model *shim_model_load(const char *path, struct llama_model_params params, struct el_load_progress *progress);
+void shim_context_set_abort(struct llama_context *ctx, struct el_abort *state);
+void shim_context_memory_use(const struct llama_context *ctx, struct el_memory_use *out);
+void shim_abort_raise(struct el_abort *state);
+void shim_abort_arm(struct el_abort *state, double seconds);
+void shim_abort_clear(struct el_abort *state);
+
+bool shim_batch_check(const struct llama_batch *batch, const struct el_batch_limits *limits, llama_memory_t mem, struct el_batch_fault *fault);
+
+bool shim_grammar_check(const struct llama_vocab *vocab, const char *text, struct el_grammar_fault *fault);
+struct el_sampler *shim_sampling_new(int32_t n_vocab, struct llama_sampler *chain, struct llama_sampler *grammar, bool grammar_first);
+int32_t shim_sampling_next(struct el_sampler *sampler, struct llama_context *ctx, int32_t i);
+int32_t shim_sampling_accept(struct el_sampler *sampler, int32_t token);
+void shim_sampling_reset(struct el_sampler *sampler);
+void shim_sampling_free(struct el_sampler *sampler);
+int32_t shim_sampling_count(void);

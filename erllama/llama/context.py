@@ -1,0 +1,304 @@
+"""One llama_context: decoding, outputs, state.
+
+Rule 1: nothing reaches llama.cpp that it would assert on; `decode` checks the batch in C first.
+Rule 2: one call at a time (a lock), whatever thread it comes from; only `abort` is free of it.
+Rule 3: outputs are valid until the next decode, and only rows that were marked have any.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from erllama.errors import EngineError, InvalidBatch, LoadFailed, ModelWouldOom, NoLogits, NotSupported
+
+from . import logs
+from .abort import Abort
+from .batch import Batch
+from .estimate import MemoryUse, check_fits
+from .ffi import Library
+from .handle import Exclusive
+from .memory import Memory, MemoryKind
+from .model import Model
+from .params import ContextParams
+
+PARTIAL_ONLY = 1  # llama.h: LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+
+# shim.cpp: enum batch_fault
+FAULTS = {
+    1: "the batch is empty",
+    2: "{value} rows, the context takes {limit}",
+    3: "row {row}: token {value} is not in the vocabulary of {limit}",
+    4: "row {row}: sequence {value}, the context has {limit}",
+    5: "{value} rows are marked for output, the context keeps {limit}",
+    6: "row {row}: position {value}, the sequence goes on at {limit}",
+    7: "row {row}: position {value} follows {limit} - 1 in the batch",
+}
+NON_CAUSAL_ROWS = "{value} rows, but a non-causal model takes at most n_ubatch = {limit}"
+
+
+class Context:
+    """A model's working memory. Use as a context manager, or `close()` it; keeps its model alive."""
+
+    def __init__(self, model: Model, params: ContextParams, lib: Library, ptr: Any, abort: Abort) -> None:
+        self.lib = lib
+        self.model = model
+        self.params = params
+        self.abort = abort
+        self.handle = Exclusive(lib, ptr, "free", "context", model.handle, abort.fields)
+        self.n_ctx: int = lib.n_ctx(ptr)
+        self.n_ctx_seq: int = lib.n_ctx_seq(ptr)
+        self.n_batch: int = lib.n_batch(ptr)
+        self.n_ubatch: int = lib.n_ubatch(ptr)
+        self.n_seq_max: int = lib.n_seq_max(ptr)
+        self.is_causal: bool = lib.get_causal_attn(ptr)
+        self.n_outputs_max: int = min(params.n_outputs, self.n_batch)
+        self.n_vocab = model.facts.n_vocab
+        self._output_rows = b""  # one byte per row of the last decode
+        memory = lib.get_memory(ptr)
+        self._memory = Memory(self, memory) if memory != lib.ffi.NULL else None
+        self._memory_ptr = memory
+        self._limits = lib.ffi.new(
+            "struct el_batch_limits *", (self.n_batch, self.n_outputs_max, self.n_seq_max, self.n_vocab)
+        )
+        self._fault = lib.ffi.new("struct el_batch_fault *")
+        self.memory_kind = self._find_memory_kind()
+
+    @classmethod
+    def open(cls, model: Model, params: ContextParams) -> Context:
+        """Allocate a context. Blocks; the first decode of a new architecture is part of it.
+
+        Raises: `NotSupported`, `InvalidOption`, `ModelWouldOom` (estimated before allocating),
+        `LoadFailed` with llama.cpp's last log lines, `HandleClosed`.
+        """
+        params.check(model.facts)
+        model_ptr = model.handle.retain()
+        try:
+            lib = ensure_library(model)
+            check_fits(model, params)
+            abort = Abort(lib)
+            with logs.captured(lib) as log:
+                ptr = lib.init_from_model(model_ptr, params.native(lib))
+            if ptr == lib.ffi.NULL:
+                raise _open_error(log, params)
+            lib.context_set_abort(ptr, abort.fields)
+            return cls(model, params, lib, ptr, abort)
+        except BaseException:
+            model.handle.release()
+            raise
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{self.n_ctx} cells, {self.n_seq_max} sequences"
+        return f"<Context of {self.model!r}: {state}>"
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the context, after the call that is running. Idempotent."""
+        if self.handle.close():
+            self.model.handle.release()
+
+    @property
+    def closed(self) -> bool:
+        """True once `close()` was called."""
+        return self.handle.closed
+
+    @property
+    def memory(self) -> Memory:
+        """The memory. Raises: `NotSupported` for models that have none (embedding only)."""
+        if self._memory is None:
+            raise NotSupported("this model keeps no memory: it only makes embeddings")
+        return self._memory
+
+    # --- computing --------------------------------------------------------------------------------
+
+    def decode(self, batch: Batch) -> int:
+        """Run the rows through the model.
+
+        Returns: llama_decode's code. 0: done. 1: no room in the KV cache, nothing changed. 2: aborted
+        (`abort.cause`): processed pieces stay in memory, the caller repairs each sequence. Below -1:
+        fatal, the context must go.
+        Raises: `InvalidBatch` before anything happened, `NativeError`, `HandleClosed`.
+        """
+        return self._compute(batch, self.lib.decode)
+
+    def encode(self, batch: Batch) -> int:
+        """Run the rows without memory (embedding models); every row is an output. As `decode`."""
+        return self._compute(batch, self.lib.encode)
+
+    def _compute(self, batch: Batch, call: Any) -> int:
+        with self.handle as ptr:
+            self._check(batch)
+            self._output_rows = b""
+            rc = int(call(ptr, batch.native[0]))
+            if rc == 0:
+                all_rows = self.params.embeddings or self._memory is None
+                self._output_rows = (
+                    b"\1" * batch.n_tokens if all_rows else batch.outputs[: batch.n_tokens].tobytes()
+                )
+            return rc
+
+    def _check(self, batch: Batch) -> None:
+        fault = self._fault
+        if not self.lib.batch_check(batch.native, self._limits, self._memory_ptr, fault):
+            detail = {"fault": fault.code, "row": fault.row, "value": fault.value, "limit": fault.limit}
+            raise InvalidBatch(FAULTS[fault.code].format(**detail), detail=detail)
+        needs_all = self.params.embeddings or self._memory is None
+        n_max = self.n_outputs_max if needs_all else self.n_batch
+        if not self.is_causal or self._memory is None:
+            n_max = min(n_max, self.n_ubatch)
+        if batch.n_tokens > n_max:
+            detail = {"value": batch.n_tokens, "limit": n_max}
+            raise InvalidBatch(NON_CAUSAL_ROWS.format(**detail), detail=detail)
+
+    def has_output(self, i: int) -> bool:
+        """True if row `i` of the last decode has an output; -1 is the last output."""
+        rows = self._output_rows
+        return 0 <= i < len(rows) and rows[i] != 0 or (i == -1 and 1 in rows)
+
+    def logits(self, i: int) -> npt.NDArray[np.float32]:
+        """Logits of row `i` of the last decode: (n_vocab,), read-only, valid until the next decode.
+
+        Raises: `NoLogits` if that row has none.
+        """
+        with self.handle as ptr:
+            self._need_output(i)
+            return self._floats(self.lib.get_logits_ith(ptr, i), self.n_vocab)
+
+    def embeddings(self, i: int) -> npt.NDArray[np.float32]:
+        """The embedding of row `i`: (n_embd_out,), read-only, valid until the next decode."""
+        with self.handle as ptr:
+            self._need_output(i)
+            return self._floats(self.lib.get_embeddings_ith(ptr, i), self.model.facts.n_embd_out)
+
+    def embeddings_seq(self, seq_id: int) -> npt.NDArray[np.float32]:
+        """The pooled embedding of a sequence of the last decode; with rank pooling its scores."""
+        with self.handle as ptr:
+            n = self.model.facts.n_embd_out
+            if self.params.pooling == "rank":
+                n = self.lib.model_n_cls_out(self.model.handle.retain())
+                self.model.handle.release()
+            return self._floats(self.lib.get_embeddings_seq(ptr, seq_id), n)
+
+    def _need_output(self, i: int) -> None:
+        if not self.has_output(i):
+            raise NoLogits(f"row {i} of the last decode has no output", detail={"row": i})
+
+    def _floats(self, ptr: Any, n: int) -> npt.NDArray[np.float32]:
+        if ptr == self.lib.ffi.NULL:
+            raise NoLogits("the last decode left no such output")
+        view = np.frombuffer(self.lib.ffi.buffer(ptr, n * 4), np.float32)
+        view.flags.writeable = False
+        return view
+
+    def synchronize(self) -> None:
+        """Wait until the last decode's results are there (GPU backends compute asynchronously)."""
+        with self.handle as ptr:
+            self.lib.synchronize(ptr)
+
+    def set_threads(self, n_threads: int, n_threads_batch: int | None = None) -> None:
+        """Threads for single rows and for more; from the next decode on."""
+        with self.handle as ptr:
+            self.lib.set_n_threads(ptr, n_threads, n_threads_batch or n_threads)
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def state_size(self, seq_id: int, *, partial: bool = False) -> int:
+        """Bytes `state_get` needs now; `partial`: only the window or recurrent part."""
+        self.memory._check(seq_id)
+        with self.handle as ptr:
+            return int(self.lib.state_seq_get_size_ext(ptr, seq_id, PARTIAL_ONLY if partial else 0))
+
+    def state_get(self, seq_id: int, into: Any, *, partial: bool = False) -> int:
+        """Write one sequence's state into a writable buffer; leaves running sequences untouched.
+
+        Returns: bytes written. llama.cpp's own format: valid for the same build, model and KV layout.
+        Raises: `EngineError` if the buffer is too small.
+        """
+        self.memory._check(seq_id)
+        with self.handle as ptr:
+            view = self.lib.ffi.from_buffer("uint8_t[]", into, require_writable=True)
+            n = int(
+                self.lib.state_seq_get_data_ext(ptr, view, len(view), seq_id, PARTIAL_ONLY if partial else 0)
+            )
+        if n == 0:
+            raise EngineError(f"the state of sequence {seq_id} does not fit into {len(view)} bytes")
+        return n
+
+    def state_set(self, seq_id: int, data: Any, *, partial: bool = False) -> int:
+        """Replace one sequence by a saved state, whose integrity the caller has checked.
+
+        Returns: bytes read; 0 if it was refused (no room, or damaged), and then the sequence is empty.
+        Thread: the context's. Restore into a scratch sequence: a refused one is cleared.
+        """
+        memory = self.memory
+        memory._check(seq_id)
+        with self.handle as ptr:
+            view = self.lib.ffi.from_buffer("uint8_t[]", data)
+            n = int(
+                self.lib.state_seq_set_data_ext(ptr, view, len(view), seq_id, PARTIAL_ONLY if partial else 0)
+            )
+            if n == 0:
+                # Window memory keeps the base half of a refused state and calls itself empty.
+                memory.rm(seq_id, -1, -1)
+            return n
+
+    @property
+    def memory_bytes(self) -> MemoryUse:
+        """Bytes of KV cache (or state) and of compute buffers that this context holds."""
+        with self.handle as ptr:
+            use = self.lib.ffi.new("struct el_memory_use *")
+            self.lib.context_memory_use(ptr, use)
+            return MemoryUse(kv_bytes=use.context_bytes, compute_bytes=use.compute_bytes)
+
+    # --- what kind of memory ----------------------------------------------------------------------
+
+    def _find_memory_kind(self) -> MemoryKind:
+        facts = self.model.facts
+        if self._memory is None:
+            return MemoryKind.NONE
+        if facts.is_recurrent:
+            return MemoryKind.RECURRENT
+        if facts.is_hybrid:
+            return MemoryKind.HYBRID
+        known = self.model.memory_kinds
+        key = (self.params.kv_unified, self.params.swa_full)
+        if key not in known:
+            known[key] = self._probe_memory_kind(facts.n_swa)
+        kind: MemoryKind = known[key]
+        return kind
+
+    def _probe_memory_kind(self, n_swa: int) -> MemoryKind:
+        """Decode two tokens and cut one: a memory that refuses can only be kept whole."""
+        if not self.is_causal or self.params.embeddings or self.n_batch < 2 or self._memory is None:
+            return MemoryKind.WINDOW if n_swa > 0 else MemoryKind.DENSE
+        probe = Batch(2, self.n_seq_max)
+        seq_id = self.n_seq_max - 1
+        probe.add(seq_id, [0, 0], 0, output="none")
+        self.decode(probe)
+        with self.handle:
+            can_cut = self.lib.memory_seq_rm(self._memory_ptr, seq_id, 1, -1)
+            self.lib.memory_clear(self._memory_ptr, True)
+        self._output_rows = b""
+        if not can_cut:
+            return MemoryKind.WHOLE
+        return MemoryKind.WINDOW if n_swa > 0 else MemoryKind.DENSE
+
+
+def ensure_library(model: Model) -> Library:
+    """The library the model was loaded with."""
+    return model._lib
+
+
+def _open_error(log: logs.CapturedLog, params: ContextParams) -> Exception:
+    said = log.tail()
+    detail = {"log": log.errors[-8:]}
+    if any(sign in said for sign in ("failed to allocate", "bad_alloc", "failed to initialize the memory")):
+        return ModelWouldOom(f"no memory for a context of {params.n_ctx} tokens: {said}", detail=detail)
+    return LoadFailed(f"llama.cpp cannot make this context: {said}", detail=detail)

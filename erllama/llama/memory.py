@@ -1,0 +1,115 @@
+"""What a context remembers, by sequence: cutting, copying, positions.
+
+Which operations are safe depends on the kind of memory; asking llama.cpp for the wrong one ends the
+process, so each is checked here. `seq_add` and `seq_div` do not exist on purpose (cdef/memory.h).
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Any
+
+from erllama.errors import InvalidBatch, NotSupported
+
+if TYPE_CHECKING:
+    from .context import Context
+
+
+class MemoryKind(enum.Enum):
+    """How a model remembers, and with it what may be cut, copied and saved.
+
+    DENSE: every position in cells; any range may be cut and copied.
+    WINDOW: some layers keep a sliding window; a cut may silently lack cells (`Memory.can_cut`).
+    RECURRENT: one state per sequence; nothing but the whole can be removed or copied.
+    HYBRID: cells plus a state.
+    WHOLE: cells that cannot be cut; only whole states, never a ranged copy.
+    NONE: no memory (embedding models).
+    """
+
+    DENSE = "dense"
+    WINDOW = "window"
+    RECURRENT = "recurrent"
+    HYBRID = "hybrid"
+    WHOLE = "whole"
+    NONE = "none"
+
+
+def whole(p0: int, p1: int) -> bool:
+    """True if [p0, p1) in llama.cpp's notation names everything: negative means open."""
+    return p0 <= 0 and p1 < 0
+
+
+class Memory:
+    """The memory of one context. Ranges are [p0, p1); a negative end is open. Thread: the context's."""
+
+    def __init__(self, context: Context, ptr: Any) -> None:
+        self._context = context
+        self._lib = context.lib
+        self._ptr = ptr  # owned by the context
+
+    def rm(self, seq_id: int, p0: int = -1, p1: int = -1) -> bool:
+        """Forget a range; False (and unchanged) where a partial range cannot be removed.
+
+        For WINDOW memory True does not say that what is left can go on: see `can_cut`.
+        """
+        self._check(seq_id)
+        with self._context.handle:
+            return bool(self._lib.memory_seq_rm(self._ptr, seq_id, p0, p1))
+
+    def cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
+        """Make `dst` hold a range of `src` as well; no data moves in a unified cache.
+
+        Raises: `NotSupported` for a range of a memory that only copies whole sequences.
+        """
+        self._check(src)
+        self._check(dst)
+        kind = self._context.memory_kind
+        if not whole(p0, p1):
+            if kind in (MemoryKind.RECURRENT, MemoryKind.WHOLE):
+                raise NotSupported(f"a {kind.value} memory copies whole sequences only")
+            if not self._context.params.kv_unified:
+                raise NotSupported("separate KV streams copy whole sequences only")
+        elif kind is MemoryKind.WHOLE:
+            raise NotSupported("this memory does not copy sequences")
+        with self._context.handle:
+            self._lib.memory_seq_cp(self._ptr, src, dst, p0, p1)
+
+    def keep(self, seq_id: int) -> None:
+        """Forget every sequence but this one."""
+        self._check(seq_id)
+        with self._context.handle:
+            self._lib.memory_seq_keep(self._ptr, seq_id)
+
+    def clear(self, data: bool = True) -> None:
+        """Forget everything; with `data` the buffers are zeroed too."""
+        with self._context.handle:
+            self._lib.memory_clear(self._ptr, data)
+
+    def pos_min(self, seq_id: int) -> int:
+        """The first position held, -1 for an empty sequence; above 0 in window memory."""
+        self._check(seq_id)
+        with self._context.handle:
+            return int(self._lib.memory_seq_pos_min(self._ptr, seq_id))
+
+    def pos_max(self, seq_id: int) -> int:
+        """The last position held, -1 for an empty sequence. Wrong after rc 2 on recurrent memory."""
+        self._check(seq_id)
+        with self._context.handle:
+            return int(self._lib.memory_seq_pos_max(self._ptr, seq_id))
+
+    def can_cut(self, seq_id: int, n: int) -> bool:
+        """True if cutting to `n` tokens leaves a sequence that computes right answers."""
+        kind = self._context.memory_kind
+        if kind is MemoryKind.DENSE:
+            return True
+        if kind is not MemoryKind.WINDOW:
+            return n == 0 or n > self.pos_max(seq_id)
+        # Cells outside the window are gone, yet seq_rm answers true.
+        return self.pos_min(seq_id) <= max(0, n - self._context.model.facts.n_swa)
+
+    def _check(self, seq_id: int) -> None:
+        if not 0 <= seq_id < self._context.n_seq_max:
+            raise InvalidBatch(
+                f"sequence {seq_id}: this context has {self._context.n_seq_max}",
+                detail={"seq_id": seq_id, "n_seq_max": self._context.n_seq_max},
+            )

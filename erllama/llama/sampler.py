@@ -1,0 +1,178 @@
+"""A request's own sampler chain: from logits to a token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from erllama.errors import DecodeFailed, InvalidContent, InvalidGrammar, NoLogits
+
+from . import logs
+from .context import Context
+from .ffi import Library, library
+from .handle import Exclusive
+from .vocab import Vocab
+
+# shim_sampling.cpp
+NO_LOGITS, NOTHING_ALLOWED, REFUSED_BY_GRAMMAR, NOT_A_NUMBER = -1, -2, -3, -4
+MAX_GRAMMAR_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerParams:
+    """How tokens are chosen. Temperature 0 is greedy; `logit_bias` of minus infinity bans a token.
+
+    `grammar` is GBNF text; it is asked about the sampled token, and about all tokens only when it
+    rejects that one. With `grammar_first` it filters before everything else, every time: slower,
+    and what the other samplers see is already legal.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repetition_penalty: float = 1.0
+    penalty_last_n: int = 64
+    seed: int = 0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    grammar: str | None = None
+    grammar_first: bool = False
+
+
+class SamplerChain:
+    """logit bias → repetition penalty → top-k → top-p → min-p → temperature and draw (or greedy).
+
+    Tokens the model suppresses are banned first. Keeps its model alive; `close()` when done.
+    """
+
+    def __init__(self, vocab: Vocab, n_vocab: int, params: SamplerParams) -> None:
+        lib = library()
+        self.params = params
+        self._vocab = vocab
+        self._lib = lib
+        self._model = vocab._model
+        bias = _biases(vocab, n_vocab, params)
+        vocab._model.retain()
+        try:
+            grammar = _grammar(lib, vocab, params.grammar) if params.grammar is not None else lib.ffi.NULL
+            chain = _chain(lib, n_vocab, params, bias)
+            ptr = lib.sampling_new(n_vocab, chain, grammar, params.grammar_first)
+            self.handle = Exclusive(lib, ptr, "sampling_free", "sampler", vocab._model)
+        except BaseException:
+            vocab._model.release()
+            raise
+
+    def __enter__(self) -> SamplerChain:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def sample(self, context: Context, i: int) -> int:
+        """Choose a token from row `i` of the last decode and accept it.
+
+        Raises: `NoLogits`, `InvalidGrammar` (no token of the vocabulary can go on), `DecodeFailed`
+        (the model computed no numbers), `HandleClosed`.
+        """
+        with self.handle as ptr, context.handle as ctx:
+            if not context.has_output(i):
+                raise NoLogits(f"row {i} of the last decode has no output", detail={"row": i})
+            token = int(self._lib.sampling_next(ptr, ctx, i))
+        if token < 0:
+            raise self._error(token)
+        return token
+
+    def accept(self, token: int) -> None:
+        """Take a token as if it had been sampled. Raises: `InvalidGrammar` if the grammar forbids it."""
+        if not 0 <= token < self._vocab.n_tokens:
+            raise InvalidContent(f"token {token} is not in the vocabulary", detail={"token": token})
+        with self.handle as ptr:
+            code = int(self._lib.sampling_accept(ptr, token))
+        if code < 0:
+            raise self._error(code, token)
+
+    def reset(self) -> None:
+        """Forget what was accepted; the seed starts over."""
+        with self.handle as ptr:
+            self._lib.sampling_reset(ptr)
+
+    def close(self) -> None:
+        """Free the chain. Idempotent."""
+        if self.handle.close():
+            self._model.release()
+
+    def _error(self, code: int, token: int | None = None) -> Exception:
+        if code == REFUSED_BY_GRAMMAR:
+            return InvalidGrammar(f"the grammar does not allow token {token} here", detail={"token": token})
+        if code == NOTHING_ALLOWED:
+            return InvalidGrammar("no token of the vocabulary is allowed here")
+        if code == NOT_A_NUMBER:
+            return DecodeFailed("the logits hold NaN", rc=0)
+        return NoLogits("the last decode left no logits for this row")
+
+
+def live_samplers() -> int:
+    """Native sampler chains that are not freed yet; for leak tests."""
+    return int(library().sampling_count())
+
+
+def _biases(vocab: Vocab, n_vocab: int, params: SamplerParams) -> dict[int, float]:
+    for token in params.logit_bias:
+        if not 0 <= token < n_vocab:
+            raise InvalidContent(
+                f"logit_bias: token {token} is not in the vocabulary of {n_vocab}", detail={"token": token}
+            )
+    return {**dict(params.logit_bias), **dict.fromkeys(vocab.suppressed, -math.inf)}
+
+
+def _chain(lib: Library, n_vocab: int, params: SamplerParams, bias: dict[int, float]) -> Any:
+    chain = lib.sampler_chain_init(lib.sampler_chain_default_params())
+    if bias:
+        entries = lib.ffi.new("llama_logit_bias[]", list(bias.items()))
+        lib.sampler_chain_add(chain, lib.sampler_init_logit_bias(n_vocab, len(bias), entries))
+    if params.repetition_penalty != 1.0 and params.penalty_last_n != 0:
+        penalties = lib.sampler_init_penalties(
+            n_vocab, params.penalty_last_n, params.repetition_penalty, 0.0, 0.0
+        )
+        lib.sampler_chain_add(chain, penalties)
+    if params.temperature <= 0:
+        lib.sampler_chain_add(chain, lib.sampler_init_greedy())
+        return chain
+    if params.top_k > 0:
+        lib.sampler_chain_add(chain, lib.sampler_init_top_k(params.top_k))
+    if params.top_p < 1:
+        lib.sampler_chain_add(chain, lib.sampler_init_top_p(params.top_p, 1))
+    if params.min_p > 0:
+        lib.sampler_chain_add(chain, lib.sampler_init_min_p(params.min_p, 1))
+    lib.sampler_chain_add(chain, lib.sampler_init_temp(params.temperature))
+    lib.sampler_chain_add(chain, lib.sampler_init_dist(params.seed))
+    return chain
+
+
+def _grammar(lib: Library, vocab: Vocab, text: str) -> Any:
+    data = _grammar_bytes(text)
+    fault = lib.ffi.new("struct el_grammar_fault *")
+    if not lib.grammar_check(vocab._ptr, data, fault):
+        said = lib.ffi.string(fault.message).decode("utf-8", "replace")
+        raise InvalidGrammar(f"line {fault.line}: {said}", detail={"line": fault.line, "message": said})
+    with logs.captured(lib) as log:
+        grammar = lib.sampler_init_grammar(vocab._ptr, data, b"root")
+    if grammar == lib.ffi.NULL:
+        raise InvalidGrammar(log.tail(), detail={"message": log.tail()})
+    return grammar
+
+
+def _grammar_bytes(text: str) -> bytes:
+    try:
+        data = text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidGrammar(
+            f"a lone surrogate at position {error.start}", detail={"position": error.start}
+        ) from None
+    if not text.strip() or "\0" in text:
+        raise InvalidGrammar("an empty grammar" if not text.strip() else "a NUL byte in the grammar")
+    if len(data) > MAX_GRAMMAR_BYTES:
+        raise InvalidGrammar(f"a grammar of {len(data)} bytes; the most is {MAX_GRAMMAR_BYTES}")
+    return data

@@ -1,0 +1,247 @@
+// One sampling step per call, and a grammar check that says what is wrong.
+
+#include "shim.h"
+
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+// The grammar parser of libllama: used because llama_sampler_init_grammar prints parse errors to
+// stderr instead of reporting them.
+#include "../src/llama-grammar.h"
+
+namespace {
+
+constexpr int32_t NO_LOGITS = -1;
+constexpr int32_t NOTHING_ALLOWED = -2;
+constexpr int32_t REFUSED_BY_GRAMMAR = -3;
+constexpr int32_t NOT_A_NUMBER = -4;
+
+// parse_sequence recurses once per parenthesis: far below what a thread's stack holds.
+constexpr int MAX_NESTING = 128;
+
+std::atomic<int32_t> n_samplers{0};
+
+}  // namespace
+
+struct el_sampler {
+    int32_t n_vocab;
+    bool grammar_first;
+    struct llama_sampler *chain;
+    struct llama_sampler *grammar;  // null without one
+    std::vector<llama_token_data> candidates;
+
+    el_sampler(int32_t n_vocab_, struct llama_sampler *chain_, struct llama_sampler *grammar_, bool grammar_first_)
+        : n_vocab(n_vocab_), grammar_first(grammar_first_), chain(chain_), grammar(grammar_) {
+        candidates.reserve(static_cast<size_t>(n_vocab));
+        n_samplers.fetch_add(1);
+    }
+    el_sampler(const el_sampler &) = delete;
+    el_sampler &operator=(const el_sampler &) = delete;
+    ~el_sampler() {
+        llama_sampler_free(chain);
+        if (grammar != nullptr) {
+            llama_sampler_free(grammar);
+        }
+        n_samplers.fetch_sub(1);
+    }
+
+    bool fill(const float *logits) {
+        candidates.resize(static_cast<size_t>(n_vocab));
+        bool is_number = true;
+        for (int32_t id = 0; id < n_vocab; ++id) {
+            is_number &= logits[id] == logits[id];
+            candidates[static_cast<size_t>(id)] = {id, logits[id], 0.0f};
+        }
+        return is_number;
+    }
+
+    llama_token_data_array view() {
+        return {candidates.data(), candidates.size(), -1, false};
+    }
+
+    // True when the grammar would take this one token next.
+    bool allows(llama_token token) const {
+        llama_token_data one = {token, 1.0f, 0.0f};
+        llama_token_data_array array = {&one, 1, -1, false};
+        llama_sampler_apply(grammar, &array);
+        return array.data[0].logit != -INFINITY;
+    }
+
+    int32_t pick(bool with_grammar) {
+        auto array = view();
+        if (with_grammar) {
+            llama_sampler_apply(grammar, &array);
+            bool any = false;
+            for (size_t k = 0; k < array.size && !any; ++k) {
+                any = array.data[k].logit != -INFINITY;
+            }
+            if (!any) {
+                return NOTHING_ALLOWED;
+            }
+        }
+        llama_sampler_apply(chain, &array);
+        if (array.selected < 0 || array.selected >= static_cast<int64_t>(array.size)) {
+            return NOTHING_ALLOWED;
+        }
+        const llama_token_data &chosen = array.data[array.selected];
+        return chosen.logit == -INFINITY ? NOTHING_ALLOWED : chosen.id;
+    }
+};
+
+struct el_sampler *shim_sampling_new(int32_t n_vocab, struct llama_sampler *chain, struct llama_sampler *grammar, bool grammar_first) {
+    return new el_sampler(n_vocab, chain, grammar, grammar_first);
+}
+
+void shim_sampling_free(struct el_sampler *sampler) {
+    delete sampler;
+}
+
+int32_t shim_sampling_count(void) {
+    return n_samplers.load();
+}
+
+// The grammar looks at one candidate only, and at the whole vocabulary when it rejects that one:
+// applied to the vocabulary each time it would cost milliseconds per token.
+int32_t shim_sampling_next(struct el_sampler *sampler, struct llama_context *ctx, int32_t i) {
+    const float *logits = llama_get_logits_ith(ctx, i);
+    if (logits == nullptr) {
+        return NO_LOGITS;
+    }
+    if (!sampler->fill(logits)) {
+        return NOT_A_NUMBER;
+    }
+    const bool has_grammar = sampler->grammar != nullptr;
+    int32_t token = sampler->pick(has_grammar && sampler->grammar_first);
+    if (token >= 0 && has_grammar && !sampler->grammar_first && !sampler->allows(token)) {
+        sampler->fill(logits);
+        token = sampler->pick(true);
+    }
+    if (token >= 0) {
+        if (has_grammar) {
+            llama_sampler_accept(sampler->grammar, token);
+        }
+        llama_sampler_accept(sampler->chain, token);
+    }
+    return token;
+}
+
+// Asked before it is told: an end token in the middle of a grammar would abort the process.
+int32_t shim_sampling_accept(struct el_sampler *sampler, int32_t token) {
+    if (sampler->grammar != nullptr) {
+        if (!sampler->allows(token)) {
+            return REFUSED_BY_GRAMMAR;
+        }
+        llama_sampler_accept(sampler->grammar, token);
+    }
+    llama_sampler_accept(sampler->chain, token);
+    return 0;
+}
+
+void shim_sampling_reset(struct el_sampler *sampler) {
+    llama_sampler_reset(sampler->chain);
+    if (sampler->grammar != nullptr) {
+        llama_sampler_reset(sampler->grammar);
+    }
+}
+
+// --- grammar text ---------------------------------------------------------------------------------
+
+namespace {
+
+const char *skip_blank(const char *p) {
+    for (; *p != '\0'; ++p) {
+        if (*p == '#') {
+            while (p[1] != '\0' && *p != '\n') {
+                ++p;
+            }
+        } else if (*p != ' ' && *p != '\t' && *p != '\r' && *p != '\n') {
+            break;
+        }
+    }
+    return p;
+}
+
+// Parentheses outside literals, classes and comments.
+void check_nesting(const char *text) {
+    int depth = 0;
+    for (const char *p = text; *p != '\0'; ++p) {
+        if (*p == '"' || *p == '[') {
+            const char close = *p == '"' ? '"' : ']';
+            for (++p; *p != '\0' && *p != close; ++p) {
+                if (*p == '\\' && p[1] != '\0') {
+                    ++p;
+                }
+            }
+            if (*p == '\0') {
+                return;  // unterminated: the parser says so
+            }
+        } else if (*p == '#') {
+            while (p[1] != '\0' && p[1] != '\n') {
+                ++p;
+            }
+        } else if (*p == '(' && ++depth > MAX_NESTING) {
+            throw std::runtime_error("parentheses nested deeper than " + std::to_string(MAX_NESTING));
+        } else if (*p == ')') {
+            --depth;
+        }
+    }
+}
+
+void check_references(const llama_grammar_parser &parser) {
+    for (const auto &symbol : parser.symbol_ids) {
+        if (symbol.second >= parser.rules.size() || parser.rules[symbol.second].empty()) {
+            throw std::runtime_error("Undefined rule identifier '" + symbol.first + "'");
+        }
+    }
+    if (parser.symbol_ids.find("root") == parser.symbol_ids.end()) {
+        throw std::runtime_error("no rule named 'root'");
+    }
+}
+
+int32_t line_of(const char *text, const char *place) {
+    int32_t line = 1;
+    for (const char *p = text; p < place; ++p) {
+        line += *p == '\n' ? 1 : 0;
+    }
+    return line;
+}
+
+// The parser's messages end in "at " and the rest of the text: that is where it stopped.
+const char *place_of(const char *text, const char *rule, const std::string &message) {
+    const size_t at = message.find(" at ");
+    if (at == std::string::npos) {
+        return rule;
+    }
+    const size_t n_rest = message.size() - (at + 4);
+    const size_t n_text = strlen(text);
+    if (n_rest > n_text || message.compare(at + 4, n_rest, text + (n_text - n_rest)) != 0) {
+        return rule;
+    }
+    return text + (n_text - n_rest);
+}
+
+}  // namespace
+
+bool shim_grammar_check(const struct llama_vocab *vocab, const char *text, struct el_grammar_fault *fault) {
+    llama_grammar_parser parser(vocab);
+    const char *rule = text;
+    try {
+        check_nesting(text);
+        for (rule = skip_blank(text); *rule != '\0';) {
+            rule = parser.parse_rule(rule);
+        }
+        check_references(parser);
+    } catch (const std::exception &error) {
+        const std::string message = error.what();
+        fault->line = line_of(text, place_of(text, rule, message));
+        snprintf(fault->message, sizeof(fault->message), "%s", message.c_str());
+        return false;
+    }
+    return true;
+}
