@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from .ffi import Library
+if TYPE_CHECKING:
+    from .ffi import Library
 
 Cause = Literal["cancel", "deadline"]
 CAUSES: dict[int, Cause] = {1: "cancel", 2: "deadline"}  # shim.cpp: FIRED_*

@@ -11,13 +11,16 @@ import importlib.util
 import json
 import os
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from erllama.errors import NativeLibraryError
 
 from . import ffi, logs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
 
 GPU_LIBRARIES = ("cuda", "metal", "vulkan", "hip", "blas")
 BUILD_FILE = "build.json"  # written by build_libllama.py

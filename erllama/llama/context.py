@@ -7,7 +7,7 @@ Rule 3: outputs are valid until the next decode, and only rows that were marked 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,11 +18,13 @@ from . import logs
 from .abort import Abort
 from .batch import Batch
 from .estimate import MemoryUse, check_fits
-from .ffi import Library
 from .handle import Exclusive
 from .memory import Memory, MemoryKind
-from .model import Model
-from .params import ContextParams
+
+if TYPE_CHECKING:
+    from .ffi import Library
+    from .model import Model
+    from .params import ContextParams
 
 PARTIAL_ONLY = 1  # llama.h: LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 
@@ -160,7 +162,7 @@ class Context:
     def has_output(self, i: int) -> bool:
         """True if row `i` of the last decode has an output; -1 is the last output."""
         rows = self._output_rows
-        return 0 <= i < len(rows) and rows[i] != 0 or (i == -1 and 1 in rows)
+        return (0 <= i < len(rows) and rows[i] != 0) or (i == -1 and 1 in rows)
 
     def logits(self, i: int) -> npt.NDArray[np.float32]:
         """Logits of row `i` of the last decode: (n_vocab,), read-only, valid until the next decode.

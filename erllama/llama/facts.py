@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .ffi import Library
+if TYPE_CHECKING:
+    from .ffi import Library
 
 # Architectures that only draft for another model (llama.cpp: they need a second context).
 DRAFT_ARCHITECTURES = frozenset({"eagle3", "dflash", "gemma4-assistant"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingFacts:
-    """Sampling defaults from the GGUF's `general.sampling.*`; None where it has none."""
-
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    penalty_last_n: int | None = None
+# GGUF key below general.sampling → the option it is the default of, and its type.
+SAMPLING_KEYS: dict[str, tuple[str, type[int] | type[float]]] = {
+    "temp": ("temperature", float),
+    "top_k": ("top_k", int),
+    "top_p": ("top_p", float),
+    "min_p": ("min_p", float),
+    "penalty_repeat": ("repetition_penalty", float),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """Read once at load. `size_bytes` is the size of all tensors; counts are llama.cpp's own."""
+    """Read once at load. `size_bytes` is the size of all tensors; counts are llama.cpp's own.
+    `sampling_defaults` holds what the GGUF recommends, by option name."""
 
     n_vocab: int
     n_ctx_train: int
@@ -49,7 +50,7 @@ class ModelFacts:
     vocab_only: bool
     chat_template: str | None
     metadata: dict[str, str] = field(repr=False)
-    sampling: SamplingFacts
+    sampling_defaults: dict[str, int | float]
 
     @property
     def unsupported(self) -> str | None:
@@ -97,7 +98,7 @@ def read_facts(lib: Library, model: Any, vocab: Any, *, vocab_only: bool) -> Mod
         vocab_only=vocab_only,
         chat_template=None if template == lib.ffi.NULL else _text(lib, template),
         metadata=metadata,
-        sampling=read_sampling(metadata),
+        sampling_defaults=read_sampling(metadata),
     )
 
 
@@ -112,27 +113,17 @@ def read_metadata(lib: Library, model: Any) -> dict[str, str]:
     }
 
 
-def read_sampling(metadata: dict[str, str]) -> SamplingFacts:
-    """`general.sampling.*` as numbers; what does not parse counts as absent."""
-
-    def number(key: str) -> float | None:
+def read_sampling(metadata: dict[str, str]) -> dict[str, int | float]:
+    """`general.sampling.*` by option name; what is absent, no number or not finite is left out."""
+    found: dict[str, int | float] = {}
+    for key, (option, kind) in SAMPLING_KEYS.items():
         try:
-            return float(metadata["general.sampling." + key])
+            value = float(metadata["general.sampling." + key])
         except (KeyError, ValueError):
-            return None
-
-    def whole(key: str) -> int | None:
-        value = number(key)
-        return None if value is None else int(value)
-
-    return SamplingFacts(
-        temperature=number("temp"),
-        top_k=whole("top_k"),
-        top_p=number("top_p"),
-        min_p=number("min_p"),
-        repetition_penalty=number("penalty_repeat"),
-        penalty_last_n=whole("penalty_last_n"),
-    )
+            continue
+        if math.isfinite(value):
+            found[option] = kind(value)
+    return found
 
 
 class _Reader:

@@ -13,13 +13,15 @@ import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from erllama.errors import NativeError, NativeLibraryError
 
 from . import stamp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PACKAGE_DIR = Path(__file__).resolve().parent
 NATIVE_DIR = PACKAGE_DIR / "_native"

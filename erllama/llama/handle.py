@@ -8,11 +8,12 @@ Rule 3: the `ffi.gc` destructor is a net for handles nobody closed; closing rele
 from __future__ import annotations
 
 import threading
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from erllama.errors import HandleClosed
 
-from .ffi import Library
+if TYPE_CHECKING:
+    from .ffi import Library
 
 Closed = Literal["freed", "deferred"]
 

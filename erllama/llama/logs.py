@@ -9,12 +9,14 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .ffi import Library
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .ffi import Library
 
 log = logging.getLogger("llama.cpp")
 log.addHandler(logging.NullHandler())  # without any handler Python would print warnings to stderr

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from erllama.errors import (
     InvalidOption,
@@ -18,27 +18,23 @@ from erllama.options import ModelOptions
 from . import logs
 from .backend import ensure_backend
 from .facts import ModelFacts, read_facts
-from .ffi import Library
 from .gguf_check import check_gguf
 from .handle import Closed, Shared
 from .vocab import Vocab
 
+if TYPE_CHECKING:
+    from .ffi import Library
+
 SPLIT_MODES = {"none": 0, "layer": 1, "row": 2}  # llama.h: enum llama_split_mode
-LOAD_MODES = {
-    "auto": -1,
-    "none": 0,
-    "mmap": 1,
-    "mlock": 2,
-    "mmap_mlock": 3,
-    "direct_io": 4,
-}  # llama_load_mode
+# llama.h: enum llama_load_mode
+LOAD_MODES = {"auto": -1, "none": 0, "mmap": 1, "mlock": 2, "mmap_mlock": 3, "direct_io": 4}
 
 # What llama.cpp logs when the file itself is at fault.
 FILE_FAULTS = (
     "invalid magic", "gguf_init", "corrupted or incomplete", "not within the file bounds", "missing tensor",
     "wrong number of tensors", "has wrong shape", "duplicate", "key not found", "model hyperparameters",
-    "model vocabulary", "invalid split", "illegal split", "failed to read", "unexpectedly reached end of file",
-    "invalid gguf", "no tensors", "failed to open gguf", "cannot find tokenizer", "invalid tensor",
+    "model vocabulary", "invalid split", "illegal split", "failed to read", "reached end of file",
+    "no tensors", "cannot find tokenizer", "invalid tensor",
     "tensor data", "unknown type", "read error", "is out of bounds", "failed to load gguf",
 )  # fmt: skip
 MEMORY_FAULTS = ("bad_alloc", "unable to allocate", "failed to allocate", "out of memory", "alloc failed")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from erllama.errors import InvalidOption, NotSupported
-from erllama.options import KvType
 
-from .facts import ModelFacts
-from .ffi import Library
+if TYPE_CHECKING:
+    from erllama.options import KvType
+
+    from .facts import ModelFacts
+    from .ffi import Library
 
 Pooling = Literal["none", "mean", "cls", "last", "rank"]
 

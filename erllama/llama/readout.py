@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from erllama.errors import BatchOverflow, DecodeFailed
 
 from .batch import Batch
-from .context import Context
-from .vocab import TokenIds
+
+if TYPE_CHECKING:
+    from .context import Context
+    from .vocab import TokenIds
 
 
 def forward_argmax(context: Context, tokens: TokenIds, seq_id: int = 0) -> list[int]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from erllama.errors import DecodeFailed, InvalidContent, InvalidGrammar, NoLogits
 
 from . import logs
-from .context import Context
 from .ffi import Library, library
 from .handle import Exclusive
-from .vocab import Vocab
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from .context import Context
+    from .vocab import Vocab
 
 # shim_sampling.cpp
 NO_LOGITS, NOTHING_ALLOWED, REFUSED_BY_GRAMMAR, NOT_A_NUMBER = -1, -2, -3, -4
@@ -36,7 +39,7 @@ class SamplerParams:
     repetition_penalty: float = 1.0
     penalty_last_n: int = 64
     seed: int = 0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
     grammar: str | None = None
     grammar_first: bool = False
 
@@ -119,12 +122,13 @@ def live_samplers() -> int:
 
 
 def _biases(vocab: Vocab, n_vocab: int, params: SamplerParams) -> dict[int, float]:
-    for token in params.logit_bias:
+    biases = dict(params.logit_bias)
+    for token in biases:
         if not 0 <= token < n_vocab:
             raise InvalidContent(
                 f"logit_bias: token {token} is not in the vocabulary of {n_vocab}", detail={"token": token}
             )
-    return {**dict(params.logit_bias), **dict.fromkeys(vocab.suppressed, -math.inf)}
+    return {**biases, **dict.fromkeys(vocab.suppressed, -math.inf)}
 
 
 def _chain(lib: Library, n_vocab: int, params: SamplerParams, bias: dict[int, float]) -> Any:

@@ -7,15 +7,16 @@ tokenizer is too, so calls run side by side.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from erllama.errors import EngineError, InvalidContent, NotSupported
 
-from .ffi import Library
-from .handle import Shared
+if TYPE_CHECKING:
+    from .ffi import Library
+    from .handle import Shared
 
 MAX_TEXT_BYTES = 64 * 2**20
 MAX_TOKENS = 16 * 2**20

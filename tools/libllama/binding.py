@@ -14,10 +14,13 @@ import sys
 import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
+from typing import TYPE_CHECKING
 
 import cffi
 from cffi import recompiler
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 HERE = Path(__file__).resolve().parent
 PACKAGE_DIR = HERE.parents[1] / "erllama" / "llama"
