@@ -10,6 +10,7 @@ because the build uses it too.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -181,4 +182,5 @@ def _remember(memory: Path, name: str) -> None:
         partial.write_text(json.dumps({"variant": name}))
         partial.replace(memory)
     except OSError:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Raise when the layout of an entry, or how it is made from the same inputs, changes.
 _LAYOUT = 1
-_HEADER_FOLDERS = ("include", "ggml/include", "common", "vendor/nlohmann", "vendor/sheredom")
+_HEADER_FOLDERS = ("include", "ggml/include", "src", "common", "vendor/nlohmann", "vendor/sheredom")
 _HEADER_SUFFIXES = (".h", ".hpp")
 # Relative to a tree of headers: what the binding's compiler gets as -I.
 _INCLUDE_DIRS = ("include", "ggml/include", "common", "vendor")
