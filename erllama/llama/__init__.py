@@ -19,6 +19,7 @@ from .context import Context as Context
 from .estimate import MemoryUse as MemoryUse
 from .estimate import estimate as estimate
 from .facts import ModelFacts as ModelFacts
+from .facts import SamplingFacts as SamplingFacts
 from .memory import Memory as Memory
 from .memory import MemoryKind as MemoryKind
 from .model import LoadProgress as LoadProgress

@@ -13,20 +13,21 @@ if TYPE_CHECKING:
 DRAFT_ARCHITECTURES = frozenset({"eagle3", "dflash", "gemma4-assistant"})
 
 
-# GGUF key below general.sampling → the option it is the default of, and its type.
-SAMPLING_KEYS: dict[str, tuple[str, type[int] | type[float]]] = {
-    "temp": ("temperature", float),
-    "top_k": ("top_k", int),
-    "top_p": ("top_p", float),
-    "min_p": ("min_p", float),
-    "penalty_repeat": ("repetition_penalty", float),
-}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingFacts:
+    """Sampling defaults from the GGUF's `general.sampling.*`; None where it has none."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """Read once at load. `size_bytes` is the size of all tensors; counts are llama.cpp's own.
-    `sampling_defaults` holds what the GGUF recommends, by option name."""
+    `sampling` holds what the GGUF recommends."""
 
     n_vocab: int
     n_ctx_train: int
@@ -50,7 +51,7 @@ class ModelFacts:
     vocab_only: bool
     chat_template: str | None
     metadata: dict[str, str] = field(repr=False)
-    sampling_defaults: dict[str, int | float]
+    sampling: SamplingFacts
 
     @property
     def unsupported(self) -> str | None:
@@ -98,7 +99,7 @@ def read_facts(lib: Library, model: Any, vocab: Any, *, vocab_only: bool) -> Mod
         vocab_only=vocab_only,
         chat_template=None if template == lib.ffi.NULL else _text(lib, template),
         metadata=metadata,
-        sampling_defaults=read_sampling(metadata),
+        sampling=read_sampling(metadata),
     )
 
 
@@ -113,17 +114,24 @@ def read_metadata(lib: Library, model: Any) -> dict[str, str]:
     }
 
 
-def read_sampling(metadata: dict[str, str]) -> dict[str, int | float]:
-    """`general.sampling.*` by option name; what is absent, no number or not finite is left out."""
-    found: dict[str, int | float] = {}
-    for key, (option, kind) in SAMPLING_KEYS.items():
+def read_sampling(metadata: dict[str, str]) -> SamplingFacts:
+    """`general.sampling.*` as numbers; what is absent, no number or not finite is None."""
+
+    def number(key: str) -> float | None:
         try:
             value = float(metadata["general.sampling." + key])
         except (KeyError, ValueError):
-            continue
-        if math.isfinite(value):
-            found[option] = kind(value)
-    return found
+            return None
+        return value if math.isfinite(value) else None
+
+    top_k = number("top_k")
+    return SamplingFacts(
+        temperature=number("temp"),
+        top_k=None if top_k is None else int(top_k),
+        top_p=number("top_p"),
+        min_p=number("min_p"),
+        repetition_penalty=number("penalty_repeat"),
+    )
 
 
 class _Reader:

@@ -32,7 +32,7 @@ LOAD_MODES = {"auto": -1, "none": 0, "mmap": 1, "mlock": 2, "mmap_mlock": 3, "di
 # What llama.cpp logs when the file itself is at fault.
 FILE_FAULTS = (
     "invalid magic", "gguf_init", "corrupted or incomplete", "not within the file bounds", "missing tensor",
-    "wrong number of tensors", "has wrong shape", "duplicate", "key not found", "model hyperparameters",
+    "wrong number of tensors", "check_tensor_dims", "duplicate", "key not found", "model hyperparameters",
     "model vocabulary", "invalid split", "illegal split", "failed to read", "reached end of file",
     "no tensors", "cannot find tokenizer", "invalid tensor",
     "tensor data", "unknown type", "read error", "is out of bounds", "failed to load gguf",
