@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,8 +21,6 @@ from .runner import InlineRunner, Runner, ThreadRunner
 if TYPE_CHECKING:
     from erllama.backend import Backend, BackendFacts
     from erllama.options import ContextOptions
-
-_request_ids = itertools.count(1)
 
 Progress = Callable[[float], None]
 PROGRESS_INTERVAL_S = 0.1

@@ -19,6 +19,7 @@ from erllama.errors import ErllamaError, NotSupported
 from erllama.types import TokenLogprob
 
 from .permit import PROCESS_PERMIT
+from .sampling import DEFAULTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,9 +74,8 @@ class LlamaBackend:
         `ModelWouldOom`, `NativeLibraryError`.
         """
         self._model = model = llama.Model.open(self._path, self._model_options, progress=self._progress)
-        _require_generating(model.facts, self._model_options)
         self._params = _native_params(self._options, model.facts)
-        self._context = context = llama.Context.open(model, self._params)
+        self._context = context = self._open_context(model)
         self._batch = llama.Batch(context.n_batch, self._params.n_seq_max)
         self._kind = MemoryKind(context.memory_kind.value)
         if self._kind is MemoryKind.NONE:
@@ -90,14 +90,14 @@ class LlamaBackend:
             n_vocab=model.facts.n_vocab,
             memory_kind=self._kind,
             streams_separate=not self._options.kv_unified,
-            sampling_defaults=dict(model.facts.sampling_defaults),
+            sampling_defaults=_sampling_defaults(model.facts.sampling),
             details=self._details(),
         )
 
     def _details(self) -> dict[str, Any]:
         model, context = self._live_model(), self._live_context()
         facts = dataclasses.asdict(model.facts)
-        for bulky in ("metadata", "chat_template", "sampling_defaults"):
+        for bulky in ("metadata", "chat_template", "sampling"):
             facts.pop(bulky)
         return {
             **facts,
@@ -119,7 +119,11 @@ class LlamaBackend:
     def rebuild(self) -> None:
         """A fresh context on the same weights."""
         self._live_context().close()
-        self._context = llama.Context.open(self._live_model(), self._params)
+        self._context = self._open_context(self._live_model())
+
+    def _open_context(self, model: llama.Model) -> llama.Context:
+        with PROCESS_PERMIT.held(self._params.n_threads):  # opening decodes two tokens
+            return llama.Context.open(model, self._params)
 
     def _live_model(self) -> llama.Model:
         assert self._model is not None
@@ -193,11 +197,7 @@ class LlamaBackend:
         memory = self._live_context().memory
         if n_keep == 0:
             return memory.rm(slot, -1, -1)
-        if self._kind is MemoryKind.WINDOW:
-            n_swa = self._live_model().facts.n_swa
-            if memory.pos_min(slot) > max(0, n_keep - n_swa):
-                return False  # cells outside the window are gone already
-        elif self._kind is not MemoryKind.DENSE:
+        if not memory.can_cut(slot, n_keep):
             return False
         return memory.rm(slot, n_keep, -1) and memory.pos_max(slot) == n_keep - 1
 
@@ -213,7 +213,7 @@ class LlamaBackend:
             min_p=params.min_p,
             repetition_penalty=params.repetition_penalty,
             seed=params.seed,
-            logit_bias=params.logit_bias,
+            logit_bias=dict(params.logit_bias),
             grammar=params.grammar,
             grammar_first=params.grammar_first,
         )
@@ -236,16 +236,10 @@ class LlamaBackend:
         return self._live_model().vocab.is_eog(token)
 
 
-def _require_generating(facts: llama.ModelFacts, options: ModelOptions) -> None:
-    """Raise `NotSupported` for what can be loaded but not generate."""
-    if options.vocab_only:
-        raise NotSupported("vocab_only=True loads a vocabulary without weights: it cannot generate")
-    if facts.is_diffusion:
-        raise NotSupported(
-            f"{facts.architecture} is a diffusion model; only autoregressive models are served"
-        )
-    if facts.has_encoder and facts.has_decoder:
-        raise NotSupported(f"{facts.architecture} is an encoder-decoder model; only decoders are served")
+def _sampling_defaults(sampling: llama.SamplingFacts) -> dict[str, float]:
+    """What the model file says about sampling, by the names of `GenerationOptions`."""
+    given = dataclasses.asdict(sampling)
+    return {name: given[name] for name in DEFAULTS if given[name] is not None}
 
 
 def _native_params(options: ContextOptions, facts: llama.ModelFacts) -> llama.ContextParams:

@@ -67,7 +67,8 @@ async def open_stream(
 ) -> AsyncIterator[EventStream]:
     """A request for the block. Leaving it cancels what is still running and delivers nothing more.
 
-    Raises: `InvalidContent`, `ContextOverflow`, `InvalidOption`, `InvalidGrammar`, `StickyBusy`, `SeqCapacity`.
+    Raises: `InvalidContent`, `ContextOverflow`, `InvalidOption`, `InvalidGrammar`, `StickyBusy`,
+    `SeqCapacity`.
     """
     check_prompt(prompt, handle.facts)
     params = resolve_sampling(options, handle.facts.sampling_defaults, handle.facts.n_vocab)
