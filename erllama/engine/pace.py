@@ -42,7 +42,8 @@ class Pace:
         """Prefill tokens that keep a step within `target_s`, in whole pieces, at least one."""
         if self._token_s == 0.0:
             return sys.maxsize  # nothing is known yet
-        return max(PIECE, int((target_s - self._decode_s) / self._token_s) // PIECE * PIECE)
+        n = min((target_s - self._decode_s) / self._token_s, sys.maxsize)  # a huge target divides to infinity
+        return max(PIECE, int(n) // PIECE * PIECE)
 
     def budget_s(self, configured: float | None, n_decode: int, n_prefill: int) -> float | None:
         """Wall clock to allow a step: configured (0: no limit), else well above the prediction."""
