@@ -16,8 +16,6 @@ from .backend import resume_logs as resume_logs
 from .backend import shutdown_logs as shutdown_logs
 from .batch import Batch as Batch
 from .context import Context as Context
-from .estimate import MemoryUse as MemoryUse
-from .estimate import estimate as estimate
 from .facts import ModelFacts as ModelFacts
 from .facts import SamplingFacts as SamplingFacts
 from .memory import Memory as Memory
@@ -29,4 +27,6 @@ from .readout import forward_argmax as forward_argmax
 from .sampler import SamplerChain as SamplerChain
 from .sampler import SamplerParams as SamplerParams
 from .sampler import live_samplers as live_samplers
+from .sizing import MemoryUse as MemoryUse
+from .sizing import estimate as estimate
 from .vocab import Vocab as Vocab

@@ -126,10 +126,14 @@ def devices() -> list[Device]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildInfo:
-    """What native build is running. `pin` and `cpu_variant` are None where the build does not say."""
+    """What native build is running.
+
+    `pin` names the source archive (package, version, sha256, commit); None when built from a folder.
+    `cpu_variant` is None where ggml made the choice itself.
+    """
 
     llama_version: str
-    pin: str | None
+    pin: dict[str, str] | None
     backend: str
     cpu_variant: str | None
     stamp: str
@@ -149,8 +153,9 @@ def build_info() -> BuildInfo:
     )
 
 
-def _recorded_pin(native_dir: Path) -> str | None:
+def _recorded_pin(native_dir: Path) -> dict[str, str] | None:
     try:
-        return str(json.loads((native_dir / BUILD_FILE).read_text())["pin"])
+        pin = json.loads((native_dir / BUILD_FILE).read_text())["pin"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    return {str(key): str(value) for key, value in pin.items()} if isinstance(pin, dict) else None

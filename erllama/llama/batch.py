@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from erllama.errors import BatchOverflow
+from erllama.errors import BatchOverflow, InvalidBatch
 
 from .ffi import Library, library
 from .vocab import TokenIds, as_pointer
@@ -57,7 +57,8 @@ class Batch:
 
         Returns: the index to ask `logits()` and samplers for: of the last row with output "none" or
         "last", of the first row with "all" (row k is then at index + k).
-        Raises: `BatchOverflow` if the rows do not fit; `InvalidBatch` comes from `decode`.
+        Raises: `BatchOverflow` if the rows do not fit, `InvalidBatch` for a sequence id beyond
+        `n_seq_max`. What the ids and positions mean is checked by `Context.decode`.
         """
         n = len(tokens)
         start, end = self.n_tokens, self.n_tokens + n
@@ -67,11 +68,14 @@ class Batch:
                 detail={"n_rows": n, "n_taken": start, "capacity": self.capacity},
             )
         if not 0 <= seq_id < len(self._seq_table):
-            raise BatchOverflow(
+            raise InvalidBatch(
                 f"sequence {seq_id}: this batch was made for ids below {len(self._seq_table)}",
                 detail={"seq_id": seq_id, "n_seq_max": len(self._seq_table)},
             )
-        self.tokens[start:end] = tokens
+        try:
+            self.tokens[start:end] = tokens
+        except (OverflowError, ValueError, TypeError) as error:
+            raise InvalidBatch(f"token ids are integers of 32 bits: {error}") from None
         if n == 1:
             self.positions[start] = pos
         else:

@@ -17,9 +17,11 @@ from erllama.errors import EngineError, InvalidBatch, LoadFailed, ModelWouldOom,
 from . import logs
 from .abort import Abort
 from .batch import Batch
-from .estimate import MemoryUse, check_fits
 from .handle import Exclusive
 from .memory import Memory, MemoryKind
+from .model import MEMORY_FAULTS
+from .params import POOLING
+from .sizing import MemoryUse, check_fits, memory_use
 
 if TYPE_CHECKING:
     from .ffi import Library
@@ -58,6 +60,7 @@ class Context:
         self.is_causal: bool = lib.get_causal_attn(ptr)
         self.n_outputs_max: int = min(params.n_outputs, self.n_batch)
         self.n_vocab = model.facts.n_vocab
+        self._n_scores: int = lib.model_n_cls_out(lib.get_model(ptr))
         self._output_rows = b""  # one byte per row of the last decode
         memory = lib.get_memory(ptr)
         self._memory = Memory(self, memory) if memory != lib.ffi.NULL else None
@@ -78,8 +81,8 @@ class Context:
         params.check(model.facts)
         model_ptr = model.handle.retain()
         try:
-            lib = ensure_library(model)
-            check_fits(model, params)
+            lib = model.lib
+            check_fits(model, params, model_ptr)
             abort = Abort(lib)
             with logs.captured(lib) as log:
                 ptr = lib.init_from_model(model_ptr, params.native(lib))
@@ -182,10 +185,11 @@ class Context:
     def embeddings_seq(self, seq_id: int) -> npt.NDArray[np.float32]:
         """The pooled embedding of a sequence of the last decode; with rank pooling its scores."""
         with self.handle as ptr:
-            n = self.model.facts.n_embd_out
-            if self.params.pooling == "rank":
-                n = self.lib.model_n_cls_out(self.model.handle.retain())
-                self.model.handle.release()
+            n = (
+                self._n_scores
+                if self.lib.pooling_type(ptr) == POOLING["rank"]
+                else self.model.facts.n_embd_out
+            )
             return self._floats(self.lib.get_embeddings_seq(ptr, seq_id), n)
 
     def _need_output(self, i: int) -> None:
@@ -255,9 +259,7 @@ class Context:
     def memory_bytes(self) -> MemoryUse:
         """Bytes of KV cache (or state) and of compute buffers that this context holds."""
         with self.handle as ptr:
-            use = self.lib.ffi.new("struct el_memory_use *")
-            self.lib.context_memory_use(ptr, use)
-            return MemoryUse(kv_bytes=use.context_bytes, compute_bytes=use.compute_bytes)
+            return memory_use(self.lib, ptr)
 
     # --- what kind of memory ----------------------------------------------------------------------
 
@@ -293,14 +295,9 @@ class Context:
         return MemoryKind.WINDOW if n_swa > 0 else MemoryKind.DENSE
 
 
-def ensure_library(model: Model) -> Library:
-    """The library the model was loaded with."""
-    return model._lib
-
-
 def _open_error(log: logs.CapturedLog, params: ContextParams) -> Exception:
     said = log.tail()
     detail = {"log": log.errors[-8:]}
-    if any(sign in said for sign in ("failed to allocate", "bad_alloc", "failed to initialize the memory")):
+    if any(sign in said for sign in MEMORY_FAULTS):
         return ModelWouldOom(f"no memory for a context of {params.n_ctx} tokens: {said}", detail=detail)
     return LoadFailed(f"llama.cpp cannot make this context: {said}", detail=detail)

@@ -69,8 +69,6 @@ class Memory:
                 raise NotSupported(f"a {kind.value} memory copies whole sequences only")
             if not self._context.params.kv_unified:
                 raise NotSupported("separate KV streams copy whole sequences only")
-        elif kind is MemoryKind.WHOLE:
-            raise NotSupported("this memory does not copy sequences")
         with self._context.handle:
             self._lib.memory_seq_cp(self._ptr, src, dst, p0, p1)
 

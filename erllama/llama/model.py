@@ -75,7 +75,7 @@ class Model:
     def __init__(
         self, lib: Library, ptr: Any, path: str, options: ModelOptions, keep: tuple[Any, ...]
     ) -> None:
-        self._lib = lib
+        self.lib = lib
         # keep: the tensor split, which llama.cpp aliases for the model's whole life
         self.handle = Shared(lib, ptr, "model_free", "model", *keep)
         self.path = path

@@ -9,6 +9,7 @@ uint32_t llama_n_ctx_seq(const struct llama_context *ctx);
 uint32_t llama_n_batch(const struct llama_context *ctx);
 uint32_t llama_n_ubatch(const struct llama_context *ctx);
 uint32_t llama_n_seq_max(const struct llama_context *ctx);
+const struct llama_model *llama_get_model(const struct llama_context *ctx);
 enum llama_pooling_type llama_pooling_type(const struct llama_context *ctx);
 bool llama_get_causal_attn(const struct llama_context *ctx);
 void llama_set_n_threads(struct llama_context *ctx, int32_t n_threads, int32_t n_threads_batch);
