@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO / "tools"))  # the developer scripts are no package
+sys.path[:0] = [str(REPO), str(REPO / "tools")]  # developer scripts: `tools.libllama`, `make_tiny_gguf`
 
 from make_tiny_gguf import ALL_KINDS, make_tiny_gguf  # noqa: E402  # found through the line above
 

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def bar(title: str) -> Iterator[Callable[[float], None]]:
+def bar(title: str, *, announce: bool = False) -> Iterator[Callable[[float], None]]:
     """A callable that takes the finished share, 0 to 1, and draws it.
 
-    The bar appears with the first call and is gone when the block ends. Where stderr is no terminal,
-    the title is printed instead, once. Any thread may call.
+    The bar appears with the first call and is gone when the block ends. Where stderr is no terminal
+    there is no bar; with `announce` the title is printed there instead, once. Any thread may call.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -34,7 +34,7 @@ def bar(title: str) -> Iterator[Callable[[float], None]]:
             display.start_task(task)
             if console.is_terminal:
                 display.start()
-            else:
+            elif announce:
                 print(f"{title} …", file=sys.stderr, flush=True)
         display.update(task, completed=share)
 
@@ -53,5 +53,5 @@ async def default_path() -> Path:
     from erllama import models
 
     size = models.SMOLLM2_135M.n_bytes / 1e6
-    with bar(f"Fetching {models.SMOLLM2_135M.file} ({size:.0f} MB)") as draw:
+    with bar(f"Fetching {models.SMOLLM2_135M.file} ({size:.0f} MB)", announce=True) as draw:
         return await models.default_model_async(draw)
