@@ -76,8 +76,10 @@ def plan_step(ready: Sequence[Plannable], limits: Limits) -> list[Share]:
     room -= len(shares)
     alone = not shares and len(filling) == 1
     budget = room if alone else min(room, max(PIECE, limits.prefill_budget))
+    can_be_whole = min(limits.n_batch - len(shares), limits.prefill_chunk) >= PIECE
     for s in filling:
-        n = _piece(s.n_kv, s.n_tokens - 1, min(limits.prefill_chunk, budget), whole_only=bool(shares))
+        most = min(limits.prefill_chunk, budget)
+        n = _piece(s.n_kv, s.n_tokens - 1, most, whole_only=can_be_whole and bool(shares))
         if n:
             shares.append(Share(s.slot, s.n_kv, n, False))
             budget -= n
@@ -92,12 +94,10 @@ def lacks_cells(ready: Sequence[Plannable], n_free: int | None) -> bool:
 def _piece(start: int, end: int, most: int, *, whole_only: bool) -> int:
     """How much of [start, end) to take: up to `most`, ending at a multiple of PIECE unless it is the rest.
 
-    `whole_only`: rather nothing than a piece below PIECE; without it the step would be empty.
+    `whole_only`: rather nothing than a piece below PIECE. Without it the step would be empty, or no step
+    could ever hold a whole piece beside this many decoders.
     """
     n = min(end - start, most)
-    if n == end - start:
+    if n == end - start or (most < PIECE and not whole_only):
         return n
-    aligned = (start + n) // PIECE * PIECE - start
-    if aligned > 0:
-        return aligned
-    return 0 if whole_only else n
+    return max(0, (start + n) // PIECE * PIECE - start)

@@ -1,0 +1,209 @@
+"""What goes into the next step, decided without a model: laws by Hypothesis, cases by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from erllama.engine.planner import PIECE, Limits, Share, lacks_cells, plan_step
+
+
+@dataclass
+class Lane:
+    """All that the planner sees of a sequence."""
+
+    slot: int
+    n_kv: int
+    n_tokens: int
+    arrival: int
+
+    @property
+    def decodes(self) -> bool:
+        return self.n_kv == self.n_tokens - 1
+
+
+def limits(n_batch=512, prefill_chunk=128, n_cells=None, prefill_budget=10**9) -> Limits:
+    """Limits of a step; without arguments only the defaults of a context with n_batch 512."""
+    return Limits(
+        n_batch=n_batch, prefill_chunk=prefill_chunk, n_cells=n_cells, prefill_budget=prefill_budget
+    )
+
+
+@st.composite
+def lanes(draw: st.DrawFn, most: int = 8) -> list[Lane]:
+    """Sequences in mixed order of slots and arrival, about half of them decoding."""
+    n = draw(st.integers(1, most))
+    slots = draw(st.permutations(range(n)))
+    arrivals = draw(st.permutations(range(n)))
+    made = []
+    for slot, arrival in zip(slots, arrivals, strict=True):
+        n_tokens = draw(st.integers(1, 700))
+        decodes = draw(st.booleans())
+        n_kv = n_tokens - 1 if decodes else draw(st.integers(0, n_tokens - 1))
+        made.append(Lane(slot, n_kv, n_tokens, arrival))
+    return made
+
+
+LIMITS = st.builds(
+    limits,
+    n_batch=st.integers(8, 600),
+    prefill_chunk=st.integers(1, 600),
+    n_cells=st.none() | st.integers(8, 600),
+    prefill_budget=st.integers(PIECE, 2000),
+)
+
+
+@given(lanes(), LIMITS)
+def test_a_step_stays_within_its_limits(ready: list[Lane], limit: Limits):
+    """Tokens never exceed the batch or the free cells, nor a prompt's piece the chunk size."""
+    shares = plan_step(ready, limit)
+    total = sum(s.n for s in shares)
+    assert total <= limit.n_batch
+    assert limit.n_cells is None or total <= limit.n_cells
+    assert all(s.sampled or s.n <= limit.prefill_chunk for s in shares)
+
+
+@given(lanes(), LIMITS)
+def test_shares_are_true(ready: list[Lane], limit: Limits):
+    """Slots ascend without repeats; a share starts where memory ends and is sampled only as a last token."""
+    shares = plan_step(ready, limit)
+    slots = [s.slot for s in shares]
+    assert slots == sorted(set(slots))
+    by_slot = {lane.slot: lane for lane in ready}
+    for share in shares:
+        lane = by_slot[share.slot]
+        assert share.start == lane.n_kv
+        assert share.n >= 1
+        end = share.start + share.n
+        assert end == lane.n_tokens if share.sampled else end <= lane.n_tokens - 1
+
+
+@given(lanes(), LIMITS)
+def test_every_decoder_gets_its_row(ready: list[Lane], limit: Limits):
+    """As long as batch and cells allow one row each, nobody who decodes is left out."""
+    shares = plan_step(ready, limit)
+    assert {s.slot for s in shares if s.sampled} == {lane.slot for lane in ready if lane.decodes}
+
+
+@given(lanes(), LIMITS)
+def test_pieces_end_at_multiples_of_64(ready: list[Lane], limit: Limits):
+    """A piece ends at a multiple of 64 or at the prompt's end, unless the limits are below one piece."""
+    for share in plan_step(ready, limit):
+        lane = next(lane for lane in ready if lane.slot == share.slot)
+        end = share.start + share.n
+        if not share.sampled and end != lane.n_tokens - 1 and end % PIECE:
+            assert share.n < PIECE
+
+
+@given(lanes(), LIMITS)
+def test_mixed_steps_hold_no_small_pieces(ready: list[Lane], limit: Limits):
+    """Beside others a prompt gets no less than what reaches a multiple of 64, where limits ever allow it."""
+    shares = plan_step(ready, limit)
+    n_decode = sum(s.sampled for s in shares)
+    if len(shares) < 2 or min(limit.n_batch - n_decode, limit.prefill_chunk) < PIECE:
+        return
+    if not n_decode:
+        shares = [s for s in shares if s.slot != min(ready, key=lambda lane: lane.arrival).slot]
+    for share in shares:
+        lane = next(lane for lane in ready if lane.slot == share.slot)
+        end = share.start + share.n
+        assert share.sampled or end == lane.n_tokens - 1 or end % PIECE == 0
+
+
+@given(lanes(most=5), LIMITS)
+def test_nobody_starves(ready: list[Lane], limit: Limits):
+    """Endless decoders beside prompts: every prompt is in memory after a bounded number of steps."""
+    if limit.n_cells is not None:
+        limit = limits(limit.n_batch, limit.prefill_chunk, None, limit.prefill_budget)
+    n_fill = sum(lane.n_tokens - 1 - lane.n_kv for lane in ready)
+    for _ in range(n_fill + 1):
+        if all(lane.decodes for lane in ready):
+            return
+        for share in plan_step(ready, limit):
+            lane = next(lane for lane in ready if lane.slot == share.slot)
+            lane.n_kv += share.n
+            lane.n_tokens += share.sampled  # it samples one and goes on
+    raise AssertionError(f"still not in memory after {n_fill + 1} steps: {ready}")
+
+
+def prefill(n_prompt: int, limit: Limits, beside: Lane | None = None) -> list[int]:
+    """Piece sizes of one prompt, planned to its end; `beside` decodes in every step."""
+    lane = Lane(1, 0, n_prompt, 1)
+    pieces = []
+    while not lane.decodes:
+        shares = plan_step([lane, beside] if beside else [lane], limit)
+        if beside:
+            assert shares[0] == Share(0, beside.n_kv, 1, True)
+            beside.n_kv += 1
+            beside.n_tokens += 1
+        (n,) = [s.n for s in shares if s.slot == 1]
+        pieces.append(n)
+        lane.n_kv += n
+    return pieces
+
+
+def test_a_thousand_tokens_go_in_pieces_of_128():
+    """G16: n_batch 512, default chunk 128; the last token stays for a row of its own."""
+    assert prefill(1000, limits()) == [128] * 7 + [103]
+
+
+def test_without_a_chunk_limit_the_first_piece_is_the_batch():
+    """G16: infinity leaves only n_batch."""
+    assert prefill(1000, limits(prefill_chunk=512)) == [512, 487]
+
+
+def test_a_decoder_yields_in_every_step_of_a_long_prefill():
+    """G16: 8,000 tokens beside a decoder that gets a row in each step; the prompt uses what is left."""
+    assert prefill(8000, limits(), Lane(0, 9, 10, 0)) == [128] * 62 + [63]
+    assert prefill(1000, limits(prefill_chunk=512), Lane(0, 9, 10, 0)) == [448, 512 - 64, 103]
+
+
+def test_a_batch_below_one_piece_still_lets_a_prompt_in():
+    """With n_batch 32 and a decoder at work, a prompt goes in by what is left."""
+    assert prefill(100, limits(n_batch=32), Lane(0, 9, 10, 0)) == [31, 31, 31, 6]
+
+
+def test_a_chunk_below_one_piece_is_obeyed_beside_decoders():
+    """prefill_chunk_size 16 gives pieces of 16, not none."""
+    assert prefill(40, limits(prefill_chunk=16), Lane(0, 9, 10, 0)) == [16, 16, 7]
+
+
+def test_an_odd_start_is_brought_to_a_multiple_of_64():
+    """After a rewind to 37 the next piece ends at 128, not at 165."""
+    assert plan_step([Lane(0, 37, 500, 0)], limits()) == [Share(0, 37, 91, False)]
+
+
+def test_the_older_prompt_goes_first():
+    """Two prompts share a budget of one piece: the older one gets it, whatever its slot."""
+    ready = [Lane(0, 0, 300, 2), Lane(1, 0, 300, 1)]
+    assert plan_step(ready, limits(prefill_budget=PIECE)) == [Share(1, 0, 64, False)]
+
+
+def test_the_time_target_binds_only_who_is_not_alone():
+    """A lone prompt uses the whole chunk; beside a decoder the step time target limits it."""
+    limit = limits(prefill_chunk=math.inf, prefill_budget=PIECE)
+    assert plan_step([Lane(1, 0, 301, 1)], limit) == [Share(1, 0, 300, False)]
+    beside = [Lane(0, 4, 5, 0), Lane(1, 0, 301, 1)]
+    assert plan_step(beside, limit) == [Share(0, 4, 1, True), Share(1, 0, 64, False)]
+
+
+def test_the_last_prompt_token_is_a_row_of_its_own():
+    """A prompt of one token decodes at once; of two, the first is prefilled and the second sampled."""
+    assert plan_step([Lane(0, 0, 1, 0)], limits()) == [Share(0, 0, 1, True)]
+    assert plan_step([Lane(0, 0, 2, 0)], limits()) == [Share(0, 0, 1, False)]
+    assert plan_step([Lane(0, 1, 2, 0)], limits()) == [Share(0, 1, 1, True)]
+
+
+def test_nothing_ready_is_an_empty_step():
+    """No sequence, no shares."""
+    assert plan_step([], limits()) == []
+
+
+def test_when_cells_are_lacking():
+    """One token each must fit; where every sequence has its own cells, that is never the question."""
+    two = [Lane(0, 4, 5, 0), Lane(1, 0, 5, 1)]
+    assert [lacks_cells(two, n) for n in (None, 2, 1, 0)] == [False, False, True, True]
+    assert not lacks_cells([], 0)
