@@ -218,9 +218,14 @@ class Actor:
         return [s for s in self._lanes.running.values() if s.buffer.has_room]
 
     def _make_room(self) -> None:
-        while lacks_cells(self._ready(), self._lanes.n_free_cells):
+        while lacks_cells(self._ready(), self._n_free_cells):
             if not self._preempt():
                 break
+
+    @property
+    def _n_free_cells(self) -> int | None:
+        # Nobody can make room for the only one that runs: the model itself says when it is full.
+        return None if len(self._lanes.running) == 1 else self._lanes.n_free_cells
 
     def _preempt(self) -> bool:
         seq = self._lanes.preempt_youngest()
@@ -236,7 +241,7 @@ class Actor:
         limits = Limits(
             n_batch=self.facts.n_batch,
             prefill_chunk=min(chunk, self._squeeze or chunk),
-            n_cells=self._lanes.n_free_cells,
+            n_cells=self._n_free_cells,
             prefill_budget=self._pace.prefill_budget(self._options.step_target_s),
         )
         return plan_step(self._ready(), limits)

@@ -31,6 +31,7 @@ class Lanes:
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
         self.to_drop: list[int] = []  # lanes whose memory is stale; cleared before the next step
+        self._crowded = False  # somebody gave way: who came back at once would be sent away again, for ever
 
     def __repr__(self) -> str:
         return f"<Lanes {len(self.running)}/{self.n_slots} running, {len(self.waiting)} waiting>"
@@ -49,7 +50,7 @@ class Lanes:
 
     def can_admit(self, seq: Sequence) -> bool:
         """Whether `seq` could run now."""
-        if not self._free:
+        if not self._free or self._crowded:
             return False
         if self._n_cells is None or not self.running:
             return True
@@ -68,16 +69,21 @@ class Lanes:
     def release(self, slot: int | None) -> None:
         """A lane was given up; its memory is dropped before it is used again."""
         if slot is not None:
+            self._crowded = False
             del self.running[slot]
             heapq.heappush(self._free, slot)
             self.to_drop.append(slot)
 
     def preempt_youngest(self) -> Sequence | None:
-        """Send the youngest running sequence back to the head of the queue; None if only one runs."""
+        """Send the youngest running sequence back to the head of the queue; None if only one runs.
+
+        One whose reader does not keep up goes first: its cells serve nobody's progress.
+        """
         if len(self.running) < 2:
             return None
-        seq = max(self.running.values(), key=lambda s: s.arrival)
+        seq = max(self.running.values(), key=lambda s: (not s.buffer.has_room, s.arrival))
         self.release(seq.preempt())
+        self._crowded = True
         self.waiting.appendleft(seq)
         return seq
 
