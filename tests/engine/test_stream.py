@@ -1,0 +1,143 @@
+"""The channel between engine and reader: bounded, loses nothing, wakes both sides."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+import trio.testing
+
+from erllama.engine.stream import EVENTS_PER_STEP, EventBuffer
+from erllama.errors import DecodeTimeout, EngineReset
+from erllama.testing import cancel_at_every_checkpoint
+from erllama.types import Request, TokenId
+
+ME = Request(1, "m")
+
+
+def event(n: int) -> TokenId:
+    """An event that can be told from others."""
+    return TokenId(n, ME)
+
+
+class Rooms:
+    """Counts how often the buffer said that it has room again."""
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def __call__(self) -> None:
+        self.n += 1
+
+
+def buffer(capacity: int = 8) -> tuple[EventBuffer, Rooms]:
+    """A buffer and its counter."""
+    rooms = Rooms()
+    return EventBuffer(capacity, rooms), rooms
+
+
+async def test_events_come_in_order_and_then_the_end():
+    """What was put is received in order; afterwards EndOfChannel, again and again."""
+    b, _ = buffer()
+    b.put_nowait(event(1), event(2))
+    b.put_nowait(event(3))
+    b.end()
+    assert [(await b.receive()).id for _ in range(3)] == [1, 2, 3]
+    for _ in range(2):
+        with pytest.raises(trio.EndOfChannel):
+            await b.receive()
+
+
+async def test_an_error_comes_after_what_was_delivered():
+    """The reader gets the events before the failure, then the failure."""
+    b, _ = buffer()
+    b.put_nowait(event(1))
+    b.end(DecodeTimeout("too slow"))
+    assert (await b.receive()).id == 1
+    with pytest.raises(DecodeTimeout, match="too slow"):
+        await b.receive()
+
+
+async def test_only_the_first_end_counts():
+    """A reset that comes first is not overwritten by the cancellation that follows it."""
+    b, _ = buffer()
+    b.end(EngineReset("reset"))
+    b.end()
+    b.put_nowait(event(1))
+    with pytest.raises(EngineReset):
+        await b.receive()
+
+
+def test_room_is_for_a_whole_step():
+    """A buffer has room while one step's events still fit, not merely one."""
+    b, _ = buffer(EVENTS_PER_STEP + 1)
+    assert b.has_room
+    b.put_nowait(event(1))
+    assert b.has_room
+    b.put_nowait(event(2))
+    assert not b.has_room
+    assert repr(b) == f"<EventBuffer 2/{EVENTS_PER_STEP + 1}>"
+
+
+async def test_room_is_announced_exactly_when_it_comes_back():
+    """Reading wakes the engine once per crossing, not for every event."""
+    b, rooms = buffer(6)
+    b.put_nowait(*map(event, range(5)))
+    for n_left, n_rooms in ((4, 0), (3, 0), (2, 1), (1, 1), (0, 1)):
+        await b.receive()
+        assert (len(b), rooms.n) == (n_left, n_rooms)
+
+
+async def test_a_waiting_reader_is_woken_by_an_event_and_by_an_end():
+    """A parked reader returns as soon as there is something to return."""
+    b, _ = buffer()
+    got: list[int] = []
+
+    async def read() -> None:
+        got.append((await b.receive()).id)
+        with pytest.raises(trio.EndOfChannel):
+            await b.receive()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(read)
+        await trio.testing.wait_all_tasks_blocked()
+        b.put_nowait(event(7))
+        await trio.testing.wait_all_tasks_blocked()
+        assert got == [7]
+        b.end()
+
+
+async def test_cancelled_reads_lose_nothing():
+    """A read cancelled at any of its checkpoints leaves its event to the next read."""
+    b, _ = buffer(100)
+    got: list[int] = []
+    put = 0
+
+    async def read_three() -> None:
+        nonlocal put
+        for _ in range(3):
+            b.put_nowait(event(put))
+            put += 1
+            got.append((await b.receive()).id)
+
+    async def nothing_lost() -> None:
+        assert got == list(range(len(got)))
+        assert len(got) + len(b) == put
+
+    assert await cancel_at_every_checkpoint(read_three, nothing_lost) >= 3
+
+
+async def test_a_cancelled_waiting_read_leaves_the_event_that_comes_later():
+    """A reader that gave up waiting does not swallow the next event."""
+    b, _ = buffer()
+    with trio.move_on_after(0):
+        await b.receive()
+    b.put_nowait(event(1))
+    assert (await b.receive()).id == 1
+
+
+async def test_receive_is_a_checkpoint_even_when_events_wait():
+    """A reader in a loop lets others run."""
+    b, _ = buffer()
+    b.put_nowait(event(1))
+    with trio.testing.assert_checkpoints():
+        await b.receive()
