@@ -12,6 +12,7 @@ followed by end of generation.
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,12 +28,13 @@ from erllama.backend import (
     StepResult,
     StepStatus,
 )
-from erllama.errors import InvalidGrammar
+from erllama.errors import InvalidContent, InvalidGrammar
 from erllama.types import TokenLogprob
 
 EOG = 256  # ends a generation
 CONTROL = 257  # shows nothing
 N_VOCAB = 258
+SPECIAL: Mapping[str, list[int]] = {"<eog>": [EOG], "<control>": [CONTROL]}
 
 Script = Callable[[str], Sequence[int]]
 
@@ -164,16 +166,17 @@ class FakeBackend:
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """UTF-8 bytes; with `parse_special`, `<eog>` and `<control>` are their tokens."""
-        if not parse_special:
-            return list(text.encode())
-        head, control, tail = text.partition("<control>")
-        return list(head.encode()) + (
-            [CONTROL, *self.tokenize(tail, add_special=add_special, parse_special=True)] if control else []
-        )
+        parts = re.split("(<eog>|<control>)", text) if parse_special else [text]
+        try:
+            return [t for part in parts for t in SPECIAL.get(part) or part.encode()]
+        except UnicodeEncodeError as why:
+            raise InvalidContent(f"the text has a lone surrogate: {why}") from None
 
     def detokenize(self, tokens: Sequence[int]) -> bytes:
         """The inverse of `tokenize`."""
-        names: Mapping[int, bytes] = {EOG: b"<eog>", CONTROL: b"<control>"}
+        if any(not 0 <= t < N_VOCAB for t in tokens):
+            raise InvalidContent(f"a token is not in the vocabulary of {N_VOCAB}")
+        names = {ids[0]: name.encode() for name, ids in SPECIAL.items()}
         return b"".join(names.get(t) or bytes([t]) for t in tokens)
 
     def piece(self, token: int) -> bytes:
@@ -217,7 +220,7 @@ class FakeBackend:
     def _scripted(self, sampler: FakeSampler, history: list[int]) -> int:
         if sampler.script is None:
             assert self.script is not None
-            sampler.script = [*self.script(self.detokenize(history).decode()), EOG]
+            sampler.script = [*self.script(self.detokenize(history).decode(errors="replace")), EOG]
         return sampler.script[min(sampler.n_drawn, len(sampler.script) - 1)]
 
 
@@ -226,7 +229,8 @@ def _hashed(sampler: FakeSampler, history: list[int]) -> int:
     p = sampler.params
     low, n = (48, 10) if p.grammar else (32, 95)
     seed = p.seed if p.temperature else 0
-    what = repr((history, p.temperature, p.top_k, p.top_p, p.min_p, seed, p.logit_bias, sampler.n_drawn))
+    chain = (p.temperature, p.top_k, p.top_p, p.min_p, p.repetition_penalty, seed, p.grammar, p.logit_bias)
+    what = repr((history, chain, sampler.n_drawn))
     return low + int.from_bytes(hashlib.blake2b(what.encode(), digest_size=4).digest(), "big") % n
 
 
