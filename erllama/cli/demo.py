@@ -30,6 +30,7 @@ TOPICS = (
     "honey bees",
 )
 N_SEQUENCES = len(TOPICS)
+N_ANSWER = 160  # tokens of the first answer at most
 N_TOKENS = 48  # per prompt in the comparison
 
 
@@ -71,7 +72,7 @@ def _chat(text: str) -> str:
 
 async def _answer(model: Any) -> None:
     print(f"> {QUESTION}\n")
-    async with model.stream(_chat(QUESTION), max_tokens=160, temperature=0.0) as events:
+    async with model.stream(_chat(QUESTION), max_tokens=N_ANSWER, temperature=0.0) as events:
         async for event in events:
             match event:
                 case erllama.Token(text=text):

@@ -1,0 +1,47 @@
+"""The command line as its user meets it: in a process of its own, or called for speed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+
+from erllama.cli import main
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+REPO = Path(__file__).resolve().parents[2]
+ENTRY = "import sys; from erllama.cli import main; sys.exit(main())"
+
+
+class Said(NamedTuple):
+    """How a command ended."""
+
+    status: int
+    out: str
+    err: str
+
+
+def start(*arguments: str, **options: object) -> subprocess.Popen[bytes]:
+    """`erllama ARGUMENTS` in a process of its own."""
+    environment = os.environ | {"PYTHONPATH": str(REPO), "PYTHONWARNINGS": "error"}
+    given = options.pop("env", {})
+    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    return subprocess.Popen([sys.executable, "-c", ENTRY, *arguments], env=environment | given, **options)
+
+
+@pytest.fixture
+def erllama_command(capfd) -> Callable[..., Said]:
+    """Call the command in this process and return its status and what it printed."""
+
+    def call(*arguments: str) -> Said:
+        status = main(arguments)
+        out, err = capfd.readouterr()
+        return Said(status, out, err)
+
+    return call

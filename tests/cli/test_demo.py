@@ -1,0 +1,35 @@
+"""`erllama demo`: an answer, its speed, and the comparison of one by one and together."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from erllama.cli import demo
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_the_demo_answers_and_compares(erllama_command, monkeypatch, smollm2_path):
+    """Without a terminal: plain text with an answer, tokens per second and both rows of the table."""
+    monkeypatch.setattr(demo, "N_TOKENS", 4)
+    monkeypatch.setattr(demo, "N_ANSWER", 12)
+    said = erllama_command("demo")
+    assert said.status == 0
+    assert said.err == ""
+    assert re.search(r"12 tokens, [\d.]+ tokens/s, first token after \d+ ms", said.out)
+    table = said.out[said.out.index("8 prompts") :].splitlines()
+    assert [line.split()[0] for line in table[1:3]] == ["one", "together"]
+    assert table[1].split()[-2:] == ["1.00", "x"]
+    assert "\x1b" not in said.out
+
+
+def test_the_table_is_drawn_on_a_terminal(monkeypatch, capsys):
+    """On a terminal the rounds stand in a drawn table, speed-up last."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    rounds = [demo.Round("one by one", 4.0, 100), demo.Round("together", 2.0, 100)]
+    demo._print_rounds(rounds)
+    out = capsys.readouterr().out
+    assert "2.00 x" in out
+    assert "25.0" in out
