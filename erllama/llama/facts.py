@@ -76,14 +76,16 @@ def read_facts(lib: Library, model: Any, vocab: Any, *, vocab_only: bool) -> Mod
     desc = lib.ffi.new("char[]", 256)
     lib.model_desc(model, desc, 256)
     architecture = metadata.get("general.architecture", "")
+    n_layer = lib.model_n_layer(model)
     return ModelFacts(
         n_vocab=lib.vocab_n_tokens(vocab),
         n_ctx_train=lib.model_n_ctx_train(model),
         n_embd=lib.model_n_embd(model),
         n_embd_out=lib.model_n_embd_out(model),
-        n_layer=lib.model_n_layer(model),
-        n_head=_per_layer(lib.model_n_head, model),
-        n_head_kv=_per_layer(lib.model_n_head_kv, model),
+        n_layer=n_layer,
+        # llama.cpp answers for layer 0 and aborts where there is none, as with vocab_only.
+        n_head=lib.model_n_head(model) if n_layer else 0,
+        n_head_kv=lib.model_n_head_kv(model) if n_layer else 0,
         n_swa=lib.model_n_swa(model),
         n_params=lib.model_n_params(model),
         size_bytes=lib.model_size(model),
@@ -152,10 +154,6 @@ class _Reader:
             n = call(model, i, self._buffer, self._size)
         text: bytes = self._ffi.buffer(self._buffer, max(n, 0))[:]
         return text.decode("utf-8", "replace")
-
-
-def _per_layer(call: Any, model: Any) -> int:
-    return int(call(model))
 
 
 def _text(lib: Library, chars: Any) -> str:
