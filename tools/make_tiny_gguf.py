@@ -49,13 +49,16 @@ class Tiny:
         """A vector of equal values: a norm or a bias."""
         self.tensors[name] = np.full(n, value, np.float32)
 
-    def norm(self, *names: str, n: int = N_EMBD) -> None:
+    def norm(self, *names: str, n: int = N_EMBD, value: float = 1.0) -> None:
         for name in names:
-            self.constant(f"{name}.weight", n)
+            self.constant(f"{name}.weight", n, value)
 
-    def embeddings(self, *, norm: str = "output_norm") -> None:
-        """Token embeddings, output norm and output; text tokens always beat control tokens there."""
-        self.weight("token_embd", N_EMBD, N_VOCAB, gain=np.sqrt(N_EMBD))
+    def embeddings(self, *, norm: str = "output_norm", size: float = 1.0) -> None:
+        """Token embeddings of about `size`, output norm and output; no control token ever wins there.
+
+        What the layers add must not drown in the embedding, or the last token alone decides.
+        """
+        self.weight("token_embd", N_EMBD, N_VOCAB, gain=size * np.sqrt(N_EMBD))
         self.norm(norm)
         self.weight("output", N_EMBD, N_VOCAB, gain=3.0)
         self.tensors["output.weight"][: self.vocab.n_special] = 0.0
@@ -63,11 +66,15 @@ class Tiny:
     def attention(
         self, block: str, prefix: str = "attn_", out: str = "attn_output", *, n_kv: int = N_HEAD_KV
     ) -> None:
-        """Query, key, value and output; large queries make attention choosy, so that lost KV shows."""
-        self.weight(f"{block}.{prefix}q", N_EMBD, N_EMBD, gain=2.0)
-        self.weight(f"{block}.{prefix}k", N_EMBD, n_kv * HEAD, gain=2.0)
+        """Query, key, value and output.
+
+        Queries and keys small enough to look at many tokens, values large enough to matter: then every
+        lost, doubled or stale cell shows in the logits.
+        """
+        self.weight(f"{block}.{prefix}q", N_EMBD, N_EMBD, gain=1.5)
+        self.weight(f"{block}.{prefix}k", N_EMBD, n_kv * HEAD, gain=1.5)
         self.weight(f"{block}.{prefix}v", N_EMBD, n_kv * HEAD, gain=2.0)
-        self.weight(f"{block}.{out}", N_EMBD, N_EMBD)
+        self.weight(f"{block}.{out}", N_EMBD, N_EMBD, gain=2.0)
 
     def feed_forward(self, block: str) -> None:
         self.weight(f"{block}.ffn_gate", N_EMBD, N_FF)
@@ -149,13 +156,13 @@ def window() -> Tiny:
         "gemma3", 3, n_layer=4, attention__sliding_window=WINDOW, attention__sliding_window_pattern=2,
         attention__key_length=HEAD, attention__value_length=HEAD,
     )  # fmt: skip
-    tiny.embeddings()
+    tiny.embeddings(size=1 / np.sqrt(N_EMBD))  # llama.cpp multiplies Gemma's by the root of their length
     for il in range(4):
         block = f"blk.{il}"
         tiny.norm(
             *(f"{block}.{n}" for n in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"))
         )
-        tiny.norm(f"{block}.attn_q_norm", f"{block}.attn_k_norm", n=HEAD)
+        tiny.norm(f"{block}.attn_q_norm", f"{block}.attn_k_norm", n=HEAD, value=2.0)
         tiny.attention(block)
         tiny.feed_forward(block)
     return tiny
@@ -176,13 +183,14 @@ def recurrent() -> Tiny:
         tiny.weight(f"{block}.ssm_in", N_EMBD, 2 * d_inner)
         tiny.weight(f"{block}.ssm_conv1d", d_conv, d_inner)
         tiny.constant(f"{block}.ssm_conv1d.bias", d_inner, 0.0)
-        tiny.weight(f"{block}.ssm_x", d_inner, dt_rank + 2 * d_state)
+        tiny.weight(f"{block}.ssm_x", d_inner, dt_rank + 2 * d_state, gain=4.0)
         tiny.weight(f"{block}.ssm_dt", dt_rank, d_inner)
-        tiny.constant(f"{block}.ssm_dt.bias", d_inner, -3.0)  # softplus: slow decay, so the state remembers
-        decay = np.tile(-np.arange(1, d_state + 1, dtype=np.float32), (d_inner, 1))
+        tiny.constant(f"{block}.ssm_dt.bias", d_inner, -3.0)
+        # Some states forget within a few tokens, others remember hundreds.
+        decay = np.tile(-np.geomspace(0.005, 1.0, d_state, dtype=np.float32), (d_inner, 1))
         tiny.tensors[f"{block}.ssm_a"] = decay
-        tiny.constant(f"{block}.ssm_d", d_inner)
-        tiny.weight(f"{block}.ssm_out", d_inner, N_EMBD)
+        tiny.constant(f"{block}.ssm_d", d_inner, 0.1)
+        tiny.weight(f"{block}.ssm_out", d_inner, N_EMBD, gain=4.0)
     return tiny
 
 
