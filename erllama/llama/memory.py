@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, Any
 
-from erllama.errors import InvalidBatch, NotSupported
+from erllama.errors import EngineError, InvalidBatch, NotSupported
 
 if TYPE_CHECKING:
     from .context import Context
@@ -64,13 +64,31 @@ class Memory:
         self._check(src)
         self._check(dst)
         kind = self._context.memory_kind
+        separate = not self._context.params.kv_unified
         if not whole(p0, p1):
             if kind in (MemoryKind.RECURRENT, MemoryKind.WHOLE):
                 raise NotSupported(f"a {kind.value} memory copies whole sequences only")
-            if not self._context.params.kv_unified:
+            if separate:
                 raise NotSupported("separate KV streams copy whole sequences only")
+        if separate and kind is not MemoryKind.RECURRENT:
+            self._copy_stream(src, dst)
+            return
         with self._context.handle:
             self._lib.memory_seq_cp(self._ptr, src, dst, p0, p1)
+
+    def _copy_stream(self, src: int, dst: int) -> None:
+        """Copy between streams through the state.
+
+        llama_memory_seq_cp only notes the copy there and moves the data in the next decode: a state
+        saved or restored in between would have the wrong bytes.
+        """
+        if src == dst:
+            return
+        with self._context.handle:
+            state = bytearray(self._context.state_size(src))
+            n = self._context.state_get(src, state)
+            if self._context.state_set(dst, memoryview(state)[:n]) == 0:
+                raise EngineError(f"the state of sequence {src} does not fit into sequence {dst}")
 
     def keep(self, seq_id: int) -> None:
         """Forget every sequence but this one."""

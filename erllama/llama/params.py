@@ -28,7 +28,8 @@ class ContextParams:
 
     `n_ctx` counts cells for all sequences together. `n_outputs_max` bounds the rows of one decode
     whose logits are kept, and with them the compute buffer; at least `n_seq_max` are reserved, and
-    contexts for embeddings keep every row. `n_ubatch=None` means `n_batch`.
+    contexts for embeddings keep every row. `n_ubatch=None` means `n_batch`; for embeddings it is
+    rounded down to a multiple of `n_seq_max`.
     """
 
     n_ctx: int = 2048
@@ -63,9 +64,25 @@ class ContextParams:
                     f"ContextParams.{name}={value}: expected {low} to {high}",
                     detail={"key": name, "value": value},
                 )
+        if self.n_rows < 1:
+            raise InvalidOption(
+                f"ContextParams.n_seq_max={self.n_seq_max}: an embedding context needs n_batch, n_ubatch and "
+                f"n_ctx of at least as many rows",
+                detail={"key": "n_seq_max", "value": self.n_seq_max},
+            )
         quantised_v = self.type_v not in ("f16", "f32", "bf16")
         if quantised_v and self.flash_attn is False:
             raise NotSupported(f"type_v={self.type_v!r} needs flash attention", detail={"key": "type_v"})
+
+    @property
+    def n_rows(self) -> int:
+        """The native n_ubatch.
+
+        For embeddings a multiple of `n_seq_max`: llama.cpp reserves its graph with the rows rounded up
+        to one, but with as many outputs as n_ubatch, and mean pooling asserts that these are equal.
+        """
+        n = min(self.n_ubatch or self.n_batch, self.n_batch)
+        return min(n, self.n_ctx) // self.n_seq_max * self.n_seq_max if self.embeddings else n
 
     @property
     def n_outputs(self) -> int:
@@ -77,7 +94,7 @@ class ContextParams:
         params = lib.context_default_params()
         params.n_ctx = self.n_ctx
         params.n_batch = self.n_batch
-        params.n_ubatch = min(self.n_ubatch or self.n_batch, self.n_batch)
+        params.n_ubatch = self.n_rows
         params.n_seq_max = self.n_seq_max
         params.n_outputs_max = max(self.n_outputs, self.n_seq_max)
         params.n_threads = self.n_threads

@@ -66,7 +66,7 @@ def estimate(model: Model, params: ContextParams) -> MemoryUse:
     n_v = heads * _meta(facts.metadata, facts.architecture, "attention.value_length", head)
     row = _row_bytes(model.lib, params.type_k, n_k) + _row_bytes(model.lib, params.type_v, n_v)
     n_layer = 0 if facts.is_recurrent else facts.n_layer
-    n_ubatch = min(params.n_ubatch or params.n_batch, params.n_batch)
+    n_ubatch = params.n_rows
     outputs = params.n_outputs * facts.n_vocab * 4
     mask = n_ctx * n_ubatch * 4
     activations = n_ubatch * facts.n_embd * 4 * ACTIVATIONS
@@ -94,8 +94,7 @@ def check_fits(model: Model, params: ContextParams, model_ptr: Any) -> None:
 
 def _measured(model: Model, params: ContextParams, model_ptr: Any, free: int) -> MemoryUse | None:
     """Extrapolated from two small contexts; None if those are no smaller than what is asked for."""
-    n_ubatch = min(params.n_ubatch or params.n_batch, params.n_batch)
-    per_sequence = padded(max(model.facts.n_swa, 0) + n_ubatch) + N_CTX_PAD
+    per_sequence = padded(max(model.facts.n_swa, 0) + params.n_rows) + N_CTX_PAD
     low = per_sequence * params.n_seq_max
     high = 2 * low
     small = dataclass_replace(params, n_ctx=high)
