@@ -48,7 +48,7 @@ def open_context() -> Iterator[Callable[..., Context]]:
     opened: list[Context] = []
 
     def open_one(model: Model, **params: object) -> Context:
-        values = {"n_ctx": 512, "n_batch": 256, "n_seq_max": 3, "n_threads": 2, **params}
+        values = {"n_ctx": 512, "n_batch": 256, "n_seq_max": 3, "n_threads": 1, **params}
         context = Context.open(model, ContextParams(**values))  # type: ignore[arg-type]
         opened.append(context)
         return context
