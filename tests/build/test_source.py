@@ -76,7 +76,7 @@ def test_sources_put_there_by_hand_need_no_network(pin, vendor, progress, archiv
 @pytest.mark.parametrize("n_files", range(5))
 def test_an_unpack_that_was_interrupted_is_begun_again(n_files, files, pin, vendor, progress, monkeypatch):
     """Killed after any number of files, the next run ends with the whole tree."""
-    members = source._members
+    members = source.archive_members
 
     def dying(*args):
         for n_done, member in enumerate(members(*args)):
@@ -84,11 +84,11 @@ def test_an_unpack_that_was_interrupted_is_begun_again(n_files, files, pin, vend
                 raise KeyboardInterrupt
             yield member
 
-    monkeypatch.setattr(source, "_members", dying)
+    monkeypatch.setattr(source, "archive_members", dying)
     with pytest.raises(KeyboardInterrupt):
         source.pinned_source(pin, progress, vendor=vendor)
     assert not source.is_unpacked(vendor)
-    monkeypatch.setattr(source, "_members", members)
+    monkeypatch.setattr(source, "archive_members", members)
     source.pinned_source(pin, progress, vendor=vendor)
     assert unpacked(vendor) == files
 

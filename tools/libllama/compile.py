@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _BUILD_ROOM_BYTES = 400 * 2**20
 _CONFIGURED = "erllama-configured.json"
+_INTERRUPTED = "interrupted by user"
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _ADVICE = (
     ("No space left on device", "The disk is full: free some space and run the same command again."),
@@ -122,6 +123,9 @@ def run_logged(
         finally:
             if process.stdout is not None:
                 process.stdout.close()
+    if code != 0 and tail and _INTERRUPTED in tail[-1]:
+        # Ninja heard the Ctrl-C before we did, or alone (a shell's background job ignores it).
+        raise KeyboardInterrupt
     if code != 0:
         raise BuildError(
             f"{what} failed with exit code {code}.",

