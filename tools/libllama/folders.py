@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-_PARTIAL = ".partial-"
-_ASIDE = ".aside-"
+# One level down, so that nobody who lists the folder takes a half-made sibling for a finished one.
+_WORKSHOP = ".partial"
 
 
 @contextlib.contextmanager
@@ -52,26 +52,35 @@ def published(target: Path) -> Iterator[Path]:
     If the block raises, `target` is as it was. An older `target` is moved aside first and removed
     afterwards. The caller holds a lock; leftovers of killed builds beside `target` are removed.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
+    workshop = target.parent / _WORKSHOP
     remove_leftovers(target)
-    partial = target.with_name(f"{_PARTIAL}{target.name}-{os.getpid()}")
-    partial.mkdir()
+    partial = workshop / f"{target.name}-{os.getpid()}"
+    aside = workshop / f"{target.name}-{os.getpid()}-old"
+    partial.mkdir(parents=True)
     try:
         yield partial
-        aside = target.with_name(f"{_ASIDE}{target.name}-{os.getpid()}")
-        with contextlib.suppress(FileNotFoundError):
-            target.rename(aside)
-        partial.rename(target)
-        shutil.rmtree(aside, ignore_errors=True)
+        _swap(partial, target, aside)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        remove_leftovers(target)
+        with contextlib.suppress(OSError):  # others may be at work in it
+            workshop.rmdir()
+
+
+def _swap(partial: Path, target: Path, aside: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        target.rename(aside)
+    try:
+        partial.rename(target)
+    except OSError:
+        if aside.exists():
+            aside.rename(target)
+        raise
 
 
 def remove_leftovers(target: Path) -> None:
-    """Remove what killed builds left beside a published folder."""
-    for prefix in (_PARTIAL, _ASIDE):
-        for leftover in target.parent.glob(f"{prefix}{target.name}-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+    """Remove what a killed build of this folder left behind."""
+    for leftover in (target.parent / _WORKSHOP).glob(f"{target.name}-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def link_or_copy(source: Path, target: Path) -> None:
