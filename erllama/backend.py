@@ -166,7 +166,11 @@ class OptionalBackend(Backend, Protocol):
         """Make the running step end early, with ABORTED. Any thread, no lock."""
 
     def new_sampler(self, params: SamplingParams) -> Sampler:
-        """A sampler chain. Raises `InvalidGrammar`."""
+        """A sampler chain. Raises `InvalidGrammar`.
+
+        Without this method the sampler of a row is an object whose `params` are the request's
+        `SamplingParams`, and a request with a grammar is refused.
+        """
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Text to token ids."""

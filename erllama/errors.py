@@ -8,7 +8,7 @@ server answers with.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class ErllamaError(Exception):
@@ -36,6 +36,17 @@ class ErllamaError(Exception):
         self.detail = detail
         if retry_after_s is not None:
             self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles whatever the constructor wants; `copy.copy` is how each of several readers
+        gets an exception of its own, without the others' traceback."""
+        return _restored, (type(self), self.args, dict(vars(self)))
+
+
+def _restored(kind: type[ErllamaError], args: tuple[object, ...], state: dict[str, object]) -> ErllamaError:
+    error = kind.__new__(kind, *args)
+    vars(error).update(state)
+    return error
 
 
 class RequestError(ErllamaError):

@@ -12,8 +12,10 @@ Rule 3: a full cache is never an error to a client: the youngest sequence waits 
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,6 +29,7 @@ from erllama.errors import (
     EngineError,
     EngineReset,
     ErllamaError,
+    NoLogits,
     NotLoaded,
     SeqCapacity,
     StickyBusy,
@@ -114,7 +117,7 @@ class Actor:
         Raises: `StickyBusy`, `SeqCapacity` (on_full="error"), or the reason why the actor ended.
         """
         if self._stopped is not None:
-            raise self._stopped
+            raise copy.copy(self._stopped)
         session_id = seq.options.session_id
         if session_id is not None and self._of_session(session_id):
             raise StickyBusy(f"session {session_id!r} already has a request in flight; wait for its end")
@@ -189,10 +192,12 @@ class Actor:
 
     def _stop(self, reason: ErllamaError) -> None:
         self._stopped = reason
-        for seq in self.sequences():
-            seq.fail(reason)
+        left = [seq for seq in self.sequences() if seq.phase is not Phase.FINISHED]
         self._lanes.waiting.clear()
         self._lanes.running.clear()
+        with ExitStack() as each:  # one that cannot be ended cleanly keeps nobody else waiting
+            for seq in left:
+                each.callback(seq.fail, reason)
 
     async def _turn(self) -> None:
         self._wakeup = trio.Event()
@@ -303,8 +308,10 @@ class Actor:
         for share, sampled in zip(shares, result.sampled, strict=True):
             seq = self._lanes.running[share.slot]
             seq.computed(share.start + share.n, now)
-            if seq.cancelled or sampled is None:
+            if seq.cancelled or not share.sampled:
                 continue
+            if sampled is None:
+                sampled = NoLogits(f"the backend of {self.model_id!r} sampled nothing for {seq.request}")
             if isinstance(sampled, ErllamaError):
                 self._lanes.release(seq.fail(sampled))
                 continue

@@ -14,7 +14,7 @@ import trio
 from erllama.errors import ContextOverflow, InvalidContent
 from erllama.types import Done, Event, Request
 
-from .sampling import resolve_sampling
+from .sampling import PlainSampler, resolve_sampling
 from .sequence import Sequence
 from .stream import EventBuffer
 
@@ -94,11 +94,11 @@ async def open_stream(
         handle.actor.cancel(seq)
 
 
-async def _make_sampler(handle: Handle, params: SamplingParams) -> Sampler | None:
+async def _make_sampler(handle: Handle, params: SamplingParams) -> Sampler:
     """A sampler chain; parsing a grammar may take milliseconds, so that happens off the event loop."""
-    make: Callable[[SamplingParams], Sampler] | None = getattr(handle.backend, "new_sampler", None)
-    if make is None:
-        return None
+    if params.grammar is None and not hasattr(handle.backend, "new_sampler"):
+        return PlainSampler(params)
+    make: Callable[[SamplingParams], Sampler] = handle.optional("new_sampler")
     if params.grammar is None:
         return make(params)
     return await trio.to_thread.run_sync(make, params)

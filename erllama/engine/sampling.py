@@ -6,6 +6,7 @@ Precedence: the request, then the model file's `general.sampling.*`, then the de
 from __future__ import annotations
 
 import secrets
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from erllama.backend import SamplingParams
@@ -23,6 +24,16 @@ DEFAULTS: Mapping[str, float] = {
     "min_p": 0.05,
     "repetition_penalty": 1.0,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class PlainSampler:
+    """What rows carry for a backend without chains of its own: what was asked for, and no state."""
+
+    params: SamplingParams
+
+    def close(self) -> None:
+        """Nothing to free."""
 
 
 def resolve_sampling(

@@ -9,6 +9,7 @@ yet in memory.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -179,6 +180,8 @@ class Sequence:
     def finish(self, reason: FinishReason, now: float) -> int | None:
         """Deliver the rest and Done; returns the lane it gives up, if it had one."""
         rest = self._text.finish()
+        if self._text.stop_sequence is not None:
+            reason = "stop"  # the flush may complete a stop string: an unfinished character is U+FFFD
         if rest:
             self.buffer.put_nowait(Token(rest, self.request))
         self.times.finished = now
@@ -186,16 +189,18 @@ class Sequence:
         return self._end(None)
 
     def fail(self, error: BaseException | None) -> int | None:
-        """End without Done: the reader gets `error`. Returns the lane it gives up, if it had one."""
-        return self._end(error)
+        """End without Done: the reader gets a copy of `error`. Returns the lane it gives up, if any."""
+        return self._end(copy.copy(error))
 
     def _end(self, error: BaseException | None) -> int | None:
         slot = self._leave_slot() if self.has_slot else None
         self._life.fire(Happening.FINISHED)
         self.buffer.end(error)
-        if self.sampler is not None:
-            self.sampler.close()
-        self.ended.set()
+        try:
+            if self.sampler is not None:
+                self.sampler.close()
+        finally:
+            self.ended.set()
         return slot
 
     def _completion(self, reason: FinishReason) -> Completion:
