@@ -16,6 +16,7 @@ import trio
 from erllama.errors import NotSupported
 
 from .actor import Actor
+from .bare import bare_errors
 from .runner import InlineRunner, Runner, ThreadRunner
 
 if TYPE_CHECKING:
@@ -50,25 +51,29 @@ class Handle:
     ) -> Handle:
         """Load the model. `on_progress` gets fractions from 0 to 1, in the trio thread.
 
+        What `open` or `on_progress` raises is raised, with nothing left behind.
         Cancellation: the load is told to stop, waited for, and leaves nothing behind.
         """
         runner = make_runner(backend, model_id)
         try:
-            async with trio.open_nursery() as nursery:
-                fraction: Callable[[], float] | None = getattr(backend, "load_fraction", None)
-                if on_progress is not None and fraction is not None:
-                    nursery.start_soon(_poll, fraction, on_progress)
-                cancel_open = getattr(backend, "cancel_open", None)
-                result = await outcome.acapture(runner.run, backend.open, on_cancel=cancel_open)
-                nursery.cancel_scope.cancel()
+            with bare_errors():
+                async with trio.open_nursery() as nursery:
+                    fraction: Callable[[], float] | None = getattr(backend, "load_fraction", None)
+                    if on_progress is not None and fraction is not None:
+                        nursery.start_soon(_poll, fraction, on_progress)
+                    cancel_open = getattr(backend, "cancel_open", None)
+                    result = await outcome.acapture(runner.run, backend.open, on_cancel=cancel_open)
+                    nursery.cancel_scope.cancel()
             facts: BackendFacts = result.unwrap()
+            if on_progress is not None:
+                on_progress(1.0)
         except BaseException:
-            with trio.CancelScope(shield=True):
-                await runner.run(backend.close)
-            runner.close()
+            try:
+                with trio.CancelScope(shield=True):
+                    await runner.run(backend.close)
+            finally:
+                runner.close()
             raise
-        if on_progress is not None:
-            on_progress(1.0)
         return cls(model_id, backend, facts, options, runner)
 
     async def serve(self) -> None:
@@ -77,10 +82,12 @@ class Handle:
             with self._scope:
                 await self.actor.run()
         finally:
-            with trio.CancelScope(shield=True):
-                await self._runner.run(self.backend.close)
-            self._runner.close()
-            self.closed.set()
+            try:
+                with trio.CancelScope(shield=True):
+                    await self._runner.run(self.backend.close)
+            finally:
+                self._runner.close()
+                self.closed.set()
 
     def stop(self) -> None:
         """End the actor; `closed` is set once everything is freed."""

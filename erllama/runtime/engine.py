@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
 import trio
 
+from erllama.engine.bare import bare_errors
 from erllama.engine.handle import Handle
-from erllama.errors import AlreadyLoaded, InvalidConfig, MissingConfig, NotLoaded
+from erllama.errors import AlreadyLoaded, HandleClosed, InvalidConfig, MissingConfig, NotLoaded
 from erllama.options import ContextOptions, EngineConfig, ModelOptions
 
 from .model import Model
@@ -43,6 +44,7 @@ class Engine:
         self._models: dict[str, Model] = {}
         self._loading: set[str] = set()
         self._numbers = itertools.count(1)
+        self._closed = False
 
     def __repr__(self) -> str:
         return f"<Engine {', '.join(map(repr, self._models.values())) or 'without models'}>"
@@ -62,14 +64,20 @@ class Engine:
         `progress` gets fractions from 0 to 1 in the trio thread. `backend` may be an object of one's own
         that implements `erllama.backend.Backend`; it needs no path.
         Raises: `MissingConfig` (no path), `InvalidConfig` (no file there), `AlreadyLoaded`, `MalformedGguf`,
-        `NotSupported`, `ModelWouldOom`, `LoadFailed`, `NativeLibraryError`.
+        `NotSupported`, `ModelWouldOom`, `LoadFailed`, `NativeLibraryError`, `HandleClosed` (the engine is).
         Cancellation: the load is abandoned, waited for and leaves nothing behind.
         """
+        if self._closed:
+            raise HandleClosed("the engine is closed; load models inside its `async with` block")
         model_options, context_options = model or ModelOptions(), (context or ContextOptions()).resolved()
         made, file = _make_backend(path, backend, model_options, context_options)
         model_id = self._claim_id(model_id, file)
         try:
             handle = await Handle.open(model_id, made, context_options, progress)
+            if self._closed:  # meanwhile
+                handle.stop()
+                await handle.serve()
+                raise HandleClosed(f"the engine was closed while {model_id!r} was being loaded")
             loaded = Model(handle, file, self.config.stream_buffer_events)
             self._models[model_id] = loaded
             self._nursery.start_soon(self._serve, handle)
@@ -96,6 +104,11 @@ class Engine:
             log.exception("model %s failed and was unloaded; load it again to go on", handle.model_id)
         finally:
             del self._models[handle.model_id]
+
+    def close_nowait(self) -> None:
+        """Begin to end every model, and load no more. `open_engine` does this, and waits."""
+        self._closed = True
+        self._nursery.cancel_scope.cancel()
 
     # --- the registry: plain reads ---
 
@@ -140,20 +153,13 @@ async def open_engine(
         config = EngineConfig(**overrides)
     elif overrides:
         config = EngineConfig(**{**vars(config), **overrides})
-    try:
+    with bare_errors():  # model tasks never raise, so what comes out is the caller's own
         async with trio.open_nursery() as nursery:
-            yield Engine(config, nursery)
-            nursery.cancel_scope.cancel()
-    except BaseExceptionGroup as group:
-        # Model tasks never raise, so the one exception in here is the caller's own: hand it back bare.
-        if len(group.exceptions) != 1:
-            raise
-        error = group.exceptions[0]
-        context = error.__context__
-        try:
-            raise error
-        finally:
-            error.__context__ = context
+            engine = Engine(config, nursery)
+            try:
+                yield engine
+            finally:
+                engine.close_nowait()
 
 
 def _make_backend(
