@@ -24,6 +24,8 @@ constexpr int32_t NOT_A_NUMBER = -4;
 
 // parse_sequence recurses once per parenthesis: far below what a thread's stack holds.
 constexpr int MAX_NESTING = 128;
+constexpr uint64_t MAX_REPEATED = 2000;  // llama-grammar.cpp: MAX_REPETITION_THRESHOLD
+constexpr uint64_t MAX_ELEMENTS = 1 << 20;
 
 std::atomic<int32_t> n_samplers{0};
 
@@ -167,36 +169,103 @@ const char *skip_blank(const char *p) {
     return p;
 }
 
-// Parentheses outside literals, classes and comments.
-void check_nesting(const char *text) {
-    int depth = 0;
-    for (const char *p = text; *p != '\0'; ++p) {
-        if (*p == '"' || *p == '[') {
-            const char close = *p == '"' ? '"' : ']';
-            for (++p; *p != '\0' && *p != close; ++p) {
-                if (*p == '\\' && p[1] != '\0') {
+// What the parser does not bound itself: it recurses per parenthesis, copies an item once per
+// repetition, and for {5,2} counts down from 2^64 - 3.
+class shape_check {
+   public:
+    explicit shape_check(const char *text) : p(text) {}
+
+    void run() {
+        for (; *p != '\0'; ++p) {
+            if (*p == '"' || *p == '[') {
+                item_size = quoted(*p == '"' ? '"' : ']');
+            } else if (*p == '#') {
+                while (p[1] != '\0' && p[1] != '\n') {
                     ++p;
                 }
+            } else if (*p == '(') {
+                if (++depth > MAX_NESTING) {
+                    throw std::runtime_error("parentheses nested deeper than " + std::to_string(MAX_NESTING));
+                }
+            } else if (*p == ')') {
+                --depth;
+                item_size = 1;  // a reference to the rule made of the group
+            } else if (*p == '{') {
+                repetition();
+            } else if (*p != ' ' && *p != '\t' && *p != '\r' && *p != '\n') {
+                item_size = 1;  // a rule's name, a token, any character
             }
             if (*p == '\0') {
                 return;  // unterminated: the parser says so
             }
-        } else if (*p == '#') {
-            while (p[1] != '\0' && p[1] != '\n') {
-                ++p;
-            }
-        } else if (*p == '(' && ++depth > MAX_NESTING) {
-            throw std::runtime_error("parentheses nested deeper than " + std::to_string(MAX_NESTING));
-        } else if (*p == ')') {
-            --depth;
         }
     }
-}
+
+    const char *place() const {
+        return p;
+    }
+
+   private:
+    const char *p;
+    int depth = 0;
+    uint64_t item_size = 1;   // grammar elements of the last item, at most
+    uint64_t n_elements = 0;  // made by repetitions so far
+
+    uint64_t quoted(char close) {
+        const char *start = p;
+        for (++p; *p != '\0' && *p != close; ++p) {
+            if (*p == '\\' && p[1] != '\0') {
+                ++p;
+            }
+        }
+        return static_cast<uint64_t>(p - start) + 1;
+    }
+
+    // A number after blanks; one that is absent or far too large counts as MAX_REPEATED + 1.
+    uint64_t number() {
+        while (p[1] == ' ' || p[1] == '\t') {
+            ++p;
+        }
+        if (p[1] < '0' || p[1] > '9') {
+            return MAX_REPEATED + 1;
+        }
+        uint64_t value = 0;
+        for (; p[1] >= '0' && p[1] <= '9'; ++p) {
+            value = value > MAX_REPEATED ? value : value * 10 + static_cast<uint64_t>(p[1] - '0');
+        }
+        while (p[1] == ' ' || p[1] == '\t') {
+            ++p;
+        }
+        return value;
+    }
+
+    void repetition() {
+        const uint64_t low = number();
+        const bool has_high = p[1] == ',';
+        p += has_high ? 1 : 0;
+        const uint64_t high = has_high ? number() : low;
+        if (low <= MAX_REPEATED && high < low) {
+            throw std::runtime_error("a repetition of at least " + std::to_string(low) + " and at most " + std::to_string(high));
+        }
+        const uint64_t times = low > high || high > MAX_REPEATED ? low : high;
+        item_size *= times < 1 ? 1 : (times > MAX_REPEATED ? MAX_REPEATED : times);
+        n_elements += item_size;
+        if (n_elements > MAX_ELEMENTS || item_size > MAX_ELEMENTS) {
+            throw std::runtime_error("repetitions make more than " + std::to_string(MAX_ELEMENTS) + " elements");
+        }
+    }
+};
+
+struct undefined_rule : std::runtime_error {
+    std::string name;
+    explicit undefined_rule(const std::string &name_)
+        : std::runtime_error("Undefined rule identifier '" + name_ + "'"), name(name_) {}
+};
 
 void check_references(const llama_grammar_parser &parser) {
     for (const auto &symbol : parser.symbol_ids) {
         if (symbol.second >= parser.rules.size() || parser.rules[symbol.second].empty()) {
-            throw std::runtime_error("Undefined rule identifier '" + symbol.first + "'");
+            throw undefined_rule(symbol.first);
         }
     }
     if (parser.symbol_ids.find("root") == parser.symbol_ids.end()) {
@@ -226,20 +295,39 @@ const char *place_of(const char *text, const char *rule, const std::string &mess
     return text + (n_text - n_rest);
 }
 
+bool is_name(char c) {
+    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '-';
+}
+
+const char *first_use(const char *text, const std::string &name) {
+    for (const char *p = text; (p = strstr(p, name.c_str())) != nullptr; ++p) {
+        if ((p == text || !is_name(p[-1])) && !is_name(p[name.size()])) {
+            return p;
+        }
+    }
+    return text;  // a rule the parser made up
+}
+
 }  // namespace
 
 bool shim_grammar_check(const struct llama_vocab *vocab, const char *text, struct el_grammar_fault *fault) {
     llama_grammar_parser parser(vocab);
+    shape_check shape(text);
     const char *rule = text;
     try {
-        check_nesting(text);
+        shape.run();
         for (rule = skip_blank(text); *rule != '\0';) {
             rule = parser.parse_rule(rule);
         }
         check_references(parser);
+    } catch (const undefined_rule &error) {
+        fault->line = line_of(text, first_use(text, error.name));
+        snprintf(fault->message, sizeof(fault->message), "%s", error.what());
+        return false;
     } catch (const std::exception &error) {
         const std::string message = error.what();
-        fault->line = line_of(text, place_of(text, rule, message));
+        const bool in_shape = *shape.place() != '\0';
+        fault->line = line_of(text, in_shape ? shape.place() : place_of(text, rule, message));
         snprintf(fault->message, sizeof(fault->message), "%s", message.c_str());
         return false;
     }
