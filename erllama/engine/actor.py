@@ -159,7 +159,7 @@ class Actor:
             **{f"n_{name}": count for name, count in self._n.items()},
             compute_s=self._compute_s,
             sample_s=self._sample_s,
-            n_waiting=len(self._lanes.waiting),
+            n_waiting=len(self._lanes.idle()),
             n_prefilling=sum(s.phase is Phase.PREFILL for s in running),
             n_decoding=sum(s.phase is Phase.DECODE for s in running),
             n_slots=self._lanes.n_slots,
@@ -168,7 +168,7 @@ class Actor:
 
     def sequences(self) -> list[Sequence]:
         """Everything that runs or waits, in order of arrival."""
-        return sorted([*self._lanes.running.values(), *self._lanes.waiting], key=lambda s: s.arrival)
+        return sorted([*self._lanes.running.values(), *self._lanes.idle()], key=lambda s: s.arrival)
 
     # --- the loop ---
 
@@ -194,6 +194,7 @@ class Actor:
         self._stopped = reason
         left = [seq for seq in self.sequences() if seq.phase is not Phase.FINISHED]
         self._lanes.waiting.clear()
+        self._lanes.parked.clear()
         self._lanes.running.clear()
         with ExitStack() as each:  # one that cannot be ended cleanly keeps nobody else waiting
             for seq in left:
@@ -202,20 +203,22 @@ class Actor:
     async def _turn(self) -> None:
         self._wakeup = trio.Event()
         self._sweep()
+        self._lanes.unpark()
         now = trio.current_time()
-        while self._lanes.admit_next(now) is not None:
+        while self._lanes.admit_next(now) is not None or self._lanes.park_lagging(now):
             pass
         self._make_room()
         shares = self._plan()
         if shares:
             await self._step(shares)
         else:
-            await self._wakeup.wait()
+            with trio.move_on_after(max(0.0, self._lanes.park_in_s(now))):
+                await self._wakeup.wait()
 
     def _sweep(self) -> None:
         for seq in [s for s in self._lanes.running.values() if s.cancelled]:
             self._lanes.release(seq.finish("cancelled", trio.current_time()))
-        for seq in [s for s in self._lanes.waiting if s.cancelled]:
+        for seq in [s for s in self._lanes.idle() if s.cancelled]:
             self._lanes.withdraw(seq)
             seq.finish("cancelled", trio.current_time())
 
@@ -261,6 +264,8 @@ class Actor:
             self._pace.budget_s(self._options.decode_budget_s, n_decode, n_prefill),
         )
         drops, self._lanes.to_drop = self._lanes.to_drop, []
+        # Here and not in the step: a cancel between here and there must not be forgotten.
+        getattr(self._backend, "clear_abort", lambda: None)()
         try:
             result = await self._runner.run(self._on_model_thread, drops, step, on_cancel=self._abort)
         except ErllamaError as error:
