@@ -31,7 +31,9 @@ BASE: dict[str, set[str]] = {
     "errors": set(),
     "types": set(),
     "files": {"errors"},
-    "options": {"errors"},
+    "checks": {"errors"},
+    "machine": set(),
+    "options": {"checks", "errors", "machine"},
     "backend": {"errors", "types"},
 }
 
