@@ -14,22 +14,13 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from .types import MemoryKind as MemoryKind  # part of the contract: `BackendFacts.memory_kind`
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from .errors import ErllamaError
     from .types import TokenLogprob
-
-
-class MemoryKind(enum.Enum):
-    """How a model remembers a sequence, which decides how it may be cut and repaired."""
-
-    DENSE = "dense"
-    WINDOW = "window"
-    RECURRENT = "recurrent"
-    HYBRID = "hybrid"
-    WHOLE = "whole"
-    NONE = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
