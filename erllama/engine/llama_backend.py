@@ -78,7 +78,7 @@ class LlamaBackend:
         self._params = _native_params(self._options, model.facts)
         self._context = context = self._open_context(model)
         self._batch = llama.Batch(context.n_batch, self._params.n_seq_max)
-        self._kind = MemoryKind(context.memory_kind.value)
+        self._kind = context.memory_kind
         if self._kind is MemoryKind.NONE:
             raise NotSupported(f"{self._path}: this model only embeds, it cannot generate")
         n_slots = self._options.n_seq_max
@@ -223,7 +223,7 @@ class LlamaBackend:
             grammar=params.grammar,
             grammar_first=params.grammar_first,
         )
-        return LlamaSampler(llama.SamplerChain(model.vocab, model.facts.n_vocab, native), params.logprobs)
+        return LlamaSampler(llama.SamplerChain(model.vocab, native), params.logprobs)
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Text to token ids."""
