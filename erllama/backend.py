@@ -36,7 +36,8 @@ class BackendFacts:
     n_batch: int
     n_slots: int
     n_vocab: int
-    n_threads: int = 0  # CPU threads a step computes with; 0: it takes no compute permit
+    quant_tag: str = ""
+    memory_bytes: int = 0  # weights, KV and compute buffers
     memory_kind: MemoryKind = MemoryKind.DENSE
     streams_separate: bool = False
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)

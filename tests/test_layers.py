@@ -30,6 +30,7 @@ ALLOWED: dict[str, set[str]] = {
 BASE: dict[str, set[str]] = {
     "errors": set(),
     "types": set(),
+    "child": set(),
     "files": {"errors"},
     "checks": {"errors"},
     "machine": set(),

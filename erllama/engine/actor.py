@@ -23,7 +23,7 @@ import trio
 
 from erllama.backend import Backend, BackendFacts, Row, Sampled, Step, StepResult, StepStatus
 from erllama.errors import (
-    ContextOverflow,
+    DecodeAborted,
     DecodeFailed,
     DecodeTimeout,
     EngineError,
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("erllama.engine")
 
+UNASKED_ABORTS = 3  # in a row; then the context is rebuilt
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorStatistics:
@@ -59,6 +61,7 @@ class ActorStatistics:
     n_prefill_tokens: int
     n_decode_rows: int
     n_preempted: int
+    n_parked: int
     n_refused_steps: int
     n_aborted_steps: int
     n_rebuilt: int
@@ -86,6 +89,8 @@ class Actor:
         self._pace = Pace()
         self._in_flight: list[Sequence] = []
         self._aborting = False
+        self._unasked_aborts = 0
+        self._no_room_alone = False
         self._squeeze: int | None = None  # a smaller prefill chunk after a refused step
         self._wakeup = trio.Event()
         self._stopped: ErllamaError | None = None
@@ -95,6 +100,7 @@ class Actor:
                 "prefill_tokens",
                 "decode_rows",
                 "preempted",
+                "parked",
                 "refused_steps",
                 "aborted_steps",
                 "rebuilt",
@@ -121,14 +127,20 @@ class Actor:
         session_id = seq.options.session_id
         if session_id is not None and self._of_session(session_id):
             raise StickyBusy(f"session {session_id!r} already has a request in flight; wait for its end")
-        if seq.options.on_full == "error" and (self._lanes.waiting or not self._lanes.can_admit(seq)):
+        if seq.options.on_full == "error" and not self._lanes.can_admit_behind(seq):
             raise SeqCapacity(f"all {self._lanes.n_slots} sequences of {self.model_id!r} are busy")
         self._lanes.waiting.append(seq)
         self.wake()
 
     def cancel(self, seq: Sequence) -> None:
-        """End a request at the next step's border, sooner if it is alone in the running step. Idempotent."""
+        """End a request: at once if it waits, else at the running step's border, sooner if alone in it.
+
+        Idempotent.
+        """
         seq.cancelled = True
+        if seq in self._lanes.idle():
+            self._lanes.withdraw(seq)
+            seq.finish("cancelled", trio.current_time())
         self.wake()
         if not self._aborting and self._in_flight and all(s.cancelled for s in self._in_flight):
             self._aborting = True
@@ -165,6 +177,11 @@ class Actor:
             n_slots=self._lanes.n_slots,
             n_available=self._lanes.n_available,
         )
+
+    @property
+    def n_requests(self) -> int:
+        """How many run or wait."""
+        return len(self._lanes.running) + len(self._lanes.waiting) + len(self._lanes.parked)
 
     def sequences(self) -> list[Sequence]:
         """Everything that runs or waits, in order of arrival."""
@@ -205,22 +222,27 @@ class Actor:
         self._sweep()
         self._lanes.unpark()
         now = trio.current_time()
-        while self._lanes.admit_next(now) is not None or self._lanes.park_lagging(now):
+        while self._lanes.admit_next(now) is not None or self._park(now):
             pass
         self._make_room()
         shares = self._plan()
         if shares:
             await self._step(shares)
         else:
-            with trio.move_on_after(max(0.0, self._lanes.park_in_s(now))):
+            with trio.move_on_after(max(0.0, self._lanes.park_in_s(now, self._pace))):
                 await self._wakeup.wait()
+
+    def _park(self, now: float) -> bool:
+        seq = self._lanes.park_lagging(now, self._pace)
+        if seq is None:
+            return False
+        self._n["parked"] += 1
+        log.info("%s: parked %s, its reader lags and others wait", self.model_id, seq.request)
+        return True
 
     def _sweep(self) -> None:
         for seq in [s for s in self._lanes.running.values() if s.cancelled]:
             self._lanes.release(seq.finish("cancelled", trio.current_time()))
-        for seq in [s for s in self._lanes.idle() if s.cancelled]:
-            self._lanes.withdraw(seq)
-            seq.finish("cancelled", trio.current_time())
 
     def _ready(self) -> list[Sequence]:
         return [s for s in self._lanes.running.values() if s.buffer.has_room]
@@ -281,14 +303,20 @@ class Actor:
                 self._n["decode_rows"] += n_decode
                 self._n["prefill_tokens"] += n_prefill
                 self._pace.observe(n_decode, n_prefill, result.compute_s)
-                self._squeeze = None
+                self._squeeze, self._unasked_aborts = None, 0
                 self._apply(shares, result)
             case StepStatus.NO_ROOM:
                 self._n["refused_steps"] += 1
                 self._yield_room(shares)
             case StepStatus.ABORTED:
                 self._n["aborted_steps"] += 1
-                await self._repair(shares)
+                self._unasked_aborts = 0 if self._aborting else self._unasked_aborts + 1
+                if self._unasked_aborts >= UNASKED_ABORTS:
+                    await self._rebuild(
+                        DecodeAborted(f"{self.model_id!r} aborts steps that nobody cancelled")
+                    )
+                else:
+                    await self._repair(shares)
             case StepStatus.TIMEOUT:
                 await self._rebuild(
                     DecodeTimeout(f"a step of {step.n_tokens} tokens took longer than {step.budget_s:.3g} s")
@@ -298,13 +326,18 @@ class Actor:
 
     def _on_model_thread(self, drops: list[int], step: Step) -> StepResult:
         for slot in drops:
-            self._backend.cut(slot, 0)
+            if not self._backend.cut(slot, 0):
+                raise EngineError(f"slot {slot} of {self.model_id!r} could not be emptied")
         return self._backend.step(step)
 
     def _abort(self) -> None:
         abort: Callable[[], None] | None = getattr(self._backend, "abort", None)
-        if abort is not None:
+        if abort is None:
+            return
+        try:
             abort()
+        except Exception:  # a backend's bug here must not come out of somebody's cancel
+            log.exception("%s: the backend could not be told to abort", self.model_id)
 
     # --- what a step changes ---
 
@@ -321,7 +354,9 @@ class Actor:
                 self._lanes.release(seq.fail(sampled))
                 continue
             self._accept(seq, sampled, now)
-            seq.check()
+        for seq in self._lanes.running.values():
+            if not seq.cancelled:  # a cancelled one did not take its token
+                seq.check()
 
     def _accept(self, seq: Sequence, sampled: Sampled, now: float) -> None:
         is_eog: Callable[[int], bool] = getattr(self._backend, "is_eog", lambda _: False)
@@ -336,15 +371,29 @@ class Actor:
         if largest.n > PIECE:
             self._squeeze = max(PIECE, largest.n // 2 // PIECE * PIECE)
         elif not self._preempt():
-            seq = self._lanes.running[largest.slot]
-            if seq.n_generated:
-                self._lanes.release(seq.finish("length", trio.current_time()))
-            else:
-                error = ContextOverflow(
-                    f"the model has no room for a prompt of {seq.n_prompt} tokens",
-                    detail={"n_prompt": seq.n_prompt, "n_ctx": self.facts.n_ctx},
-                )
-                self._lanes.release(seq.fail(error))
+            self._no_room_for_one(self._lanes.running[largest.slot])
+
+    def _no_room_for_one(self, seq: Sequence) -> None:
+        """Memory refuses a lone sequence that fits by every count: compute it once more from nothing.
+
+        Refused again, what was generated is the answer; without any, it is our error, not the caller's.
+        """
+        log.warning("%s: memory has no room for %s alone", self.model_id, seq)
+        if not self._no_room_alone:
+            self._no_room_alone = True
+            self._lanes.release(seq.preempt())
+            self._lanes.waiting.appendleft(seq)
+            return
+        self._no_room_alone = False
+        if seq.n_generated:
+            self._lanes.release(seq.finish("length", trio.current_time()))
+            return
+        error = EngineError(
+            f"the model has no room for {seq.n_tokens} tokens in an empty context of {self.facts.n_ctx}",
+            reason="no_room",
+            detail={"n_tokens": seq.n_tokens, "n_ctx": self.facts.n_ctx},
+        )
+        self._lanes.release(seq.fail(error))
 
     async def _repair(self, shares: list[Share]) -> None:
         """Set every surviving sequence of an aborted step to what its memory really holds."""
@@ -377,7 +426,10 @@ class Actor:
         """A fresh context. Who ran fails with `error`; who waits goes on."""
         log.error("%s: rebuilding the context after %s", self.model_id, error)
         for slot, seq in list(self._lanes.running.items()):
-            seq.fail(error)
+            if seq.cancelled:
+                seq.finish("cancelled", trio.current_time())
+            else:
+                seq.fail(error)
             self._lanes.release(slot)
         rebuild: Callable[[], None] | None = getattr(self._backend, "rebuild", None)
         if rebuild is None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import outcome
 import trio
 
-from erllama.errors import NotSupported
+from erllama.errors import InvalidOption, NotSupported
 
 from .actor import Actor
 from .bare import bare_errors
@@ -39,6 +39,7 @@ class Handle:
         self.loaded_at = time.monotonic()
         self.actor = Actor(model_id, backend, facts, options, runner)
         self.closed = trio.Event()
+        self.stopping = False  # no new requests, no reads
         self._runner = runner
         self._scope = trio.CancelScope()
 
@@ -65,6 +66,12 @@ class Handle:
                     result = await outcome.acapture(runner.run, backend.open, on_cancel=cancel_open)
                     nursery.cancel_scope.cancel()
             facts: BackendFacts = result.unwrap()
+            if facts.n_batch < facts.n_slots:
+                raise InvalidOption(
+                    f"n_batch={facts.n_batch} is less than n_seq_max={facts.n_slots}: "
+                    f"a step could not give every sequence its row",
+                    detail={"key": "n_batch", "value": facts.n_batch},
+                )
             if on_progress is not None:
                 on_progress(1.0)
         except BaseException:
@@ -83,6 +90,7 @@ class Handle:
             with self._scope:
                 await self.actor.run()
         finally:
+            self.stopping = True
             try:
                 with trio.CancelScope(shield=True):
                     await self._runner.run(self.backend.close)
@@ -92,6 +100,7 @@ class Handle:
 
     def stop(self) -> None:
         """End the actor; `closed` is set once everything is freed."""
+        self.stopping = True
         self._scope.cancel()
 
     def optional(self, name: str) -> Callable[..., Any]:

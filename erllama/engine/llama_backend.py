@@ -15,7 +15,7 @@ import numpy as np
 
 from erllama import llama
 from erllama.backend import BackendFacts, MemoryKind, Sampled, StepResult, StepStatus
-from erllama.errors import ErllamaError, NotSupported
+from erllama.errors import ErllamaError, HandleClosed, LoadCancelled, NotSupported
 from erllama.types import TokenLogprob
 
 from .permit import PROCESS_PERMIT
@@ -54,6 +54,7 @@ class LlamaBackend:
         self._context: llama.Context | None = None
         self._batch: llama.Batch | None = None
         self._longest_piece: int | None = None
+        self._permit = PROCESS_PERMIT.ticket()
 
     def __repr__(self) -> str:
         return f"<LlamaBackend {self._path!r}{'' if self._context else ' closed'}>"
@@ -67,6 +68,7 @@ class LlamaBackend:
     def cancel_open(self) -> None:
         """Make a running `open` give up."""
         self._progress.cancel()
+        self._permit.give_up()
 
     def open(self) -> BackendFacts:
         """Load the weights and make the context.
@@ -74,6 +76,8 @@ class LlamaBackend:
         Raises: `MalformedGguf`, `NotSupported` (architectures that cannot generate), `LoadFailed`,
         `ModelWouldOom`, `NativeLibraryError`.
         """
+        if self._options.embeddings or self._options.pooling is not None:
+            raise NotSupported("embeddings and pooling: erllama cannot embed yet; leave them out to generate")
         self._model = model = llama.Model.open(self._path, self._model_options, progress=self._progress)
         self._params = _native_params(self._options, model.facts)
         self._context = context = self._open_context(model)
@@ -81,7 +85,7 @@ class LlamaBackend:
         self._kind = context.memory_kind
         if self._kind is MemoryKind.NONE:
             raise NotSupported(f"{self._path}: this model only embeds, it cannot generate")
-        n_slots = self._options.n_seq_max
+        n_slots, use = self._options.n_seq_max, context.memory_bytes
         per_request = min(self._options.n_ctx or model.facts.n_ctx_train, context.n_ctx_seq)
         return BackendFacts(
             n_ctx=per_request,
@@ -91,6 +95,8 @@ class LlamaBackend:
             n_vocab=model.facts.n_vocab,
             memory_kind=self._kind,
             streams_separate=not self._options.kv_unified,
+            quant_tag=model.facts.ftype,
+            memory_bytes=model.facts.size_bytes + use.kv_bytes + use.compute_bytes,
             sampling_defaults=_sampling_defaults(model.facts.sampling),
             details=self._details(),
         )
@@ -123,15 +129,19 @@ class LlamaBackend:
         self._context = self._open_context(self._live_model())
 
     def _open_context(self, model: llama.Model) -> llama.Context:
-        with PROCESS_PERMIT.held(self._params.n_threads):  # opening decodes two tokens
+        with self._permit.held(self._params.n_threads) as granted:  # opening decodes two tokens
+            if not granted:
+                raise LoadCancelled(f"{self._path}: given up while another model was computing")
             return llama.Context.open(model, self._params)
 
     def _live_model(self) -> llama.Model:
-        assert self._model is not None
+        if self._model is None:
+            raise HandleClosed(f"{self._path} is closed")
         return self._model
 
     def _live_context(self) -> llama.Context:
-        assert self._context is not None
+        if self._context is None:
+            raise HandleClosed(f"the context of {self._path} is closed")
         return self._context
 
     # --- steps ---
@@ -145,7 +155,9 @@ class LlamaBackend:
             batch.add(row.slot, row.tokens, row.pos, output="none" if row.sampler is None else "last")
             for row in step.rows
         ]
-        with PROCESS_PERMIT.held(self._params.n_threads):
+        with self._permit.held(self._n_threads(step), at_most_s=step.budget_s) as granted:
+            if not granted:
+                return StepResult(status=StepStatus.ABORTED)
             context.abort.arm(step.budget_s)
             began = time.perf_counter()
             rc = context.decode(batch)
@@ -163,6 +175,11 @@ class LlamaBackend:
             sample_s=time.perf_counter() - computed,
         )
 
+    def _n_threads(self, step: Step) -> int:
+        """Threads that llama.cpp computes this step with: those for single rows, or for batches."""
+        single, many = self._params.n_threads, self._params.n_threads_batch
+        return single if step.n_tokens == 1 or many is None else many
+
     def _sample(self, sampler: Any, output: int) -> Sampled | ErllamaError:
         assert isinstance(sampler, LlamaSampler)
         context = self._live_context()
@@ -176,12 +193,14 @@ class LlamaBackend:
 
     def abort(self) -> None:
         """Raise the flag that ggml's abort callback reads. Any thread."""
+        self._permit.give_up()
         context = self._context
         if context is not None:
             context.abort.raise_flag()
 
     def clear_abort(self) -> None:
         """Lower the flag. Any thread."""
+        self._permit.renew()
         context = self._context
         if context is not None:
             context.abort.clear()

@@ -13,7 +13,7 @@ import trio
 
 from erllama.engine.bare import bare_errors
 from erllama.engine.handle import Handle
-from erllama.errors import AlreadyLoaded, HandleClosed, InvalidConfig, MissingConfig, NotLoaded
+from erllama.errors import AlreadyLoaded, HandleClosed, InvalidConfig, InvalidOption, MissingConfig, NotLoaded
 from erllama.options import ContextOptions, EngineConfig, ModelOptions
 
 from .model import Model
@@ -69,6 +69,16 @@ class Engine:
         """
         if self._closed:
             raise HandleClosed("the engine is closed; load models inside its `async with` block")
+        for name, given, wanted in (
+            ("model", model, ModelOptions),
+            ("context", context, ContextOptions),
+            ("model_id", model_id, str),
+        ):
+            if given is not None and not isinstance(given, wanted):
+                raise InvalidOption(
+                    f"load_model: {name}={given!r}: expected {wanted.__name__}",
+                    detail={"key": name, "value": given},
+                )
         model_options, context_options = model or ModelOptions(), (context or ContextOptions()).resolved()
         made, file = _make_backend(path, backend, model_options, context_options)
         model_id = self._claim_id(model_id, file)
@@ -119,6 +129,10 @@ class Engine:
         except KeyError:
             loaded = ", ".join(map(repr, self._models)) or "none"
             raise NotLoaded(f"no model {model_id!r} is loaded; loaded: {loaded}") from None
+
+    def whereis(self, model_id: str) -> Model | None:
+        """The model of that id, or None; its `wait_closed` returns when it is unloaded."""
+        return self._models.get(model_id)
 
     def models(self) -> list[ModelInfo]:
         """What is loaded, in order of loading."""
