@@ -8,16 +8,19 @@ user's options (output rows, the scratch sequence, cells of separate streams) ar
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 
 from erllama import llama
 from erllama.backend import BackendFacts, MemoryKind, Sampled, StepResult, StepStatus
 from erllama.errors import ErllamaError, HandleClosed, LoadCancelled, NotSupported
 from erllama.types import TokenLogprob
 
+from .governor import ThreadGovernor
 from .permit import PROCESS_PERMIT
 from .sampling import DEFAULTS
 
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 
     from erllama.backend import SamplingParams, Step
     from erllama.options import ContextOptions, ModelOptions
+
+log = logging.getLogger("erllama.engine")
 
 N_SCRATCH = 1  # one sequence more than users see, where ranges can be copied: for saving and restoring
 
@@ -45,7 +50,10 @@ class LlamaSampler:
 class LlamaBackend:
     """One GGUF file, loaded. See `erllama.backend` for threads and for what each method promises."""
 
-    def __init__(self, path: str, model: ModelOptions, context: ContextOptions) -> None:
+    def __init__(
+        self, path: str, model: ModelOptions, context: ContextOptions, *, adapt_threads: bool = False
+    ) -> None:
+        """`context` is resolved. `adapt_threads`: use fewer threads while other programs want the cores."""
         self._path = path
         self._model_options = model
         self._options = context
@@ -55,6 +63,8 @@ class LlamaBackend:
         self._batch: llama.Batch | None = None
         self._longest_piece: int | None = None
         self._permit = PROCESS_PERMIT.ticket()
+        self._adapt_threads = adapt_threads
+        self._governor: ThreadGovernor | None = None
 
     def __repr__(self) -> str:
         return f"<LlamaBackend {self._path!r}{'' if self._context else ' closed'}>"
@@ -129,6 +139,8 @@ class LlamaBackend:
         self._context = self._open_context(self._live_model())
 
     def _open_context(self, model: llama.Model) -> llama.Context:
+        if self._adapt_threads and self._params.n_threads > 1:
+            self._governor = ThreadGovernor(self._params.n_threads, time.monotonic(), _idle_s)
         with self._permit.held(self._params.n_threads) as granted:  # opening decodes two tokens
             if not granted:
                 raise LoadCancelled(f"{self._path}: given up while another model was computing")
@@ -159,9 +171,10 @@ class LlamaBackend:
             if not granted:
                 return StepResult(status=StepStatus.ABORTED)
             context.abort.arm(step.budget_s)
-            began = time.perf_counter()
+            began, cpu_began = time.perf_counter(), time.process_time()
             rc = context.decode(batch)
             computed = time.perf_counter()
+            self._govern(context, computed - began, time.process_time() - cpu_began)
         if rc != 0:
             return StepResult(status=_status(rc, context.abort.cause), rc=rc, compute_s=computed - began)
         sampled = tuple(
@@ -175,8 +188,19 @@ class LlamaBackend:
             sample_s=time.perf_counter() - computed,
         )
 
+    def _govern(self, context: llama.Context, wall_s: float, cpu_s: float) -> None:
+        if self._governor is None:
+            return
+        before = self._governor.n
+        after = self._governor.observe(wall_s, cpu_s, time.monotonic())
+        if after != before:
+            context.set_threads(after, after)
+            log.info("%s: computing with %d threads now, was %d", self._path, after, before)
+
     def _n_threads(self, step: Step) -> int:
         """Threads that llama.cpp computes this step with: those for single rows, or for batches."""
+        if self._governor is not None:
+            return self._governor.n
         single, many = self._params.n_threads, self._params.n_threads_batch
         return single if step.n_tokens == 1 or many is None else many
 
@@ -268,6 +292,12 @@ class LlamaBackend:
     def is_eog(self, token: int) -> bool:
         """Whether the token ends a generation."""
         return self._live_model().vocab.is_eog(token)
+
+
+def _idle_s() -> float:
+    """Seconds that this machine's cores have been idle, summed."""
+    idle: float = psutil.cpu_times().idle
+    return idle
 
 
 def _sampling_defaults(sampling: llama.SamplingFacts) -> dict[str, float]:

@@ -79,8 +79,9 @@ class Engine:
                     f"load_model: {name}={given!r}: expected {wanted.__name__}",
                     detail={"key": name, "value": given},
                 )
-        model_options, context_options = model or ModelOptions(), (context or ContextOptions()).resolved()
-        made, file = _make_backend(path, backend, model_options, context_options)
+        asked = context or ContextOptions()
+        context_options = asked.resolved()
+        made, file = _make_backend(path, backend, model or ModelOptions(), asked)
         model_id = self._claim_id(model_id, file)
         try:
             handle = await Handle.open(model_id, made, context_options, progress)
@@ -195,4 +196,5 @@ def _make_backend(
         raise InvalidConfig(f"no file at {file!r}", detail={"key": "path", "value": file})
     from erllama.engine.llama_backend import LlamaBackend  # native code is loaded with the first model
 
-    return LlamaBackend(file, model, context), file
+    adapt = context.n_threads is None and context.n_threads_batch is None
+    return LlamaBackend(file, model, context.resolved(), adapt_threads=adapt), file
