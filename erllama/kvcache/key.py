@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 from .kinds import NAME_BYTES, ROOT_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from hashlib import _Hash
 
 Tokens = NDArray[np.int32]

@@ -1,7 +1,8 @@
 """The CBOR metadata of a KVC file: what a node is, in a form other programs can read.
 
-A map with text keys. Required: v, name, parent, shape, salt, compute (byte strings), start, tokens (int32 little
-endian, packed), text (key bytes), kind, provenance. Optional: expires_ns. Everything else (`facts`) is for people.
+A map with text keys. Required: v, name, parent, shape, salt, compute (byte strings), start, tokens (int32
+little endian, packed), text (key bytes), kind, provenance. Optional: expires_ns. Everything else (`facts`) is
+for people.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 
 METADATA_VERSION: Final = 1
 _OWN = frozenset(
-    "v name parent shape salt compute start tokens text kind provenance expires_ns quant_bits n_ctx".split()
+    [
+        *("v", "name", "parent", "shape", "salt", "compute", "start", "tokens", "text", "kind", "provenance"),
+        *("expires_ns", "quant_bits", "n_ctx"),
+    ]
 )
 
 

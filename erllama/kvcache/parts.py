@@ -1,4 +1,4 @@
-"""The part table: where each part of each node is, how large, how often and how recently used. 28 bytes a row."""
+"""The part table: where each part of each node is, its size and its use, in 28 bytes a row."""
 
 from __future__ import annotations
 

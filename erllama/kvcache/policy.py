@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
@@ -61,7 +62,7 @@ def cut_blocks(start: int, end: int, block_tokens: int, *, tail: bool) -> list[t
     cuts = [start, *range((start // block_tokens + 1) * block_tokens, end + 1, block_tokens)]
     if tail and cuts[-1] < end:
         cuts.append(end)
-    return list(zip(cuts, cuts[1:], strict=False))
+    return list(itertools.pairwise(cuts))
 
 
 def legal_cut(position: int, block_tokens: int) -> int:

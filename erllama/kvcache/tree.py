@@ -1,12 +1,13 @@
 """The index: which nodes exist and how they hang together, in at most 160 bytes per node.
 
-Rule 1: a node's parent exists as long as the node does; rows are recycled, so only names may be kept elsewhere.
-Rule 2: token ids and text are not here. A walk confirms a child by its name (a SHA-256 over parent and ids); the one
-        child that a prompt may share a part of is returned for the caller to read and compare.
-Rule 3: everything is synchronous and does no I/O. `insert` may need the key of one sibling: it asks `read`, which
-        raises `NeedKey` if that node's head is not in memory; nothing has changed then.
+Rule 1: a node's parent exists as long as the node does; rows are recycled, so only names are kept elsewhere.
+Rule 2: token ids and text are not here. A walk confirms a child by its name (SHA-256 over parent and ids);
+        the one child that a prompt may share a part of is returned for the caller to read and compare.
+Rule 3: everything is synchronous and does no I/O. `insert` may need the key of one sibling: it asks `read`,
+        which raises `NeedKey` if that node's head is not in memory; nothing has changed then.
 
-A row costs 86 bytes here and in the tries, 32 more where siblings fork, 5 to 8 in the name table, 28 per part.
+A row costs 86 bytes here and in the tries, 32 more where siblings fork, 5 to 8
+in the name table, 28 per part.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ class Tree:
         """
         row = self._new_row()
         try:
-            self.by_tokens.insert(parent, row, memoryview(meta.tokens), lambda r: memoryview(read(r).tokens))
+            self.by_tokens.insert(parent, row, meta.tokens.data, lambda r: read(r).tokens.data)
             if meta.text:
                 self._insert_bytes(parent, row, meta, read)
         except NeedKey:

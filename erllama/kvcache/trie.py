@@ -1,15 +1,15 @@
-"""Blind trie: finds, among thousands of siblings, the one that shares most with a key, in O(log siblings) steps.
+"""Blind trie: among thousands of siblings, finds the one that shares most with a key, in few steps.
 
 Each parent node has one trie over the keys (token ids, or bytes) of its children. A fork stores only the
 bit at which its two sides differ; keys themselves stay where the nodes are. So a descent may end at a child
 that does not match at all, but never misses the child with the longest common prefix: whoever descends
 compares once, with the child it arrives at (Ferragina and Grossi's blind search, the String B-tree).
 
-A symbol of `width` bits is written as 1 followed by its bits; behind the last symbol come zeros. So a key that
-is a prefix of another parts from it at a *presence bit*, and the children that end on the way are seen.
+A symbol of `width` bits is written as 1 followed by its bits; behind the last symbol come zeros. So a key
+that is a prefix of another parts from it at a *presence bit*, and children that end on the way are seen.
 
-Refs: 0 nothing; n > 0 the child node n; -i-1 the fork i. Bits grow from root to leaf. Two equal keys (bytes of
-differently tokenised children) hang on a fork with bit SAME, always the lowest.
+Refs: 0 nothing; n > 0 the child node n; -i-1 the fork i. Bits grow from root to leaf. Two equal keys (bytes
+of differently tokenised children) hang on a fork with bit SAME, always the lowest.
 
 Rejected: a dictionary per parent and length (hundreds of bytes per node); sorted child lists with the
 tokens in memory (a KiB per node); storing the tokens of one sibling per fork (the same, for crowds).

@@ -1,9 +1,9 @@
-"""The longest-prefix walk: how far a prompt is stored, by tokens first and by bytes where tokenisation differs.
+"""The longest-prefix walk: how far a prompt is stored, by tokens, and by bytes where tokenisation differs.
 
-Depth-first over the nodes that match the prompt completely: there is more than one branch only where siblings of
-different length (tails, pieces) or of different tokenisation lie on the prompt's way. The cost grows with the
-prompt, not with the store. Where a walk ends, the blind search names the one sibling that may share a part
-of the prompt; the caller reads that node's head and compares.
+Depth-first over the nodes that match the prompt completely: there is more than one branch only where siblings
+of different length (tails, pieces) or of different tokenisation lie on the prompt's way. The cost grows with
+the prompt, not with the store. Where a walk ends, the blind search names the one sibling that may share a
+part of the prompt; the caller reads that node's head and compares.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Maybe:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """The furthest place whose path matches completely, what may reach further, and how many nodes were tried."""
+    """The furthest place whose path matches completely, what may reach further, and nodes tried."""
 
     best: Place
     maybe: tuple[Maybe, ...]
@@ -67,7 +67,7 @@ class Walker:
 
     def __init__(self, tree: Tree, identity: Identity, prompt: Prompt, *, canonical: bool = False) -> None:
         self._tree, self._identity, self._prompt, self._canonical = tree, identity, prompt, canonical
-        self._tokens = memoryview(prompt.tokens)
+        self._tokens = prompt.tokens.data
         self._token_bytes = self._tokens.cast("B")
         self._text = None if prompt.text is None else memoryview(prompt.text)
         self._probes = 0
@@ -118,10 +118,12 @@ class Walker:
         # An only child that already matches by tokens leaves nothing for bytes to find.
         if self._text is not None and root and root != only:
             seen = {m.row for m in matched}
-            yield from (p for p in self._byte_children(place, self._text[place.byte_pos :]) if p.row not in seen)
+            yield from (
+                p for p in self._byte_children(place, self._text[place.byte_pos :]) if p.row not in seen
+            )
 
     def _token_children(self, place: Place, pos: int) -> Iterator[Place]:
-        trie, tree = self._tree.by_tokens, self._tree
+        trie = self._tree.by_tokens
         rest = self._tokens[pos:]
         if not len(rest) or not trie.root(place.row):
             return
