@@ -90,7 +90,7 @@ blocks = st.lists(st.lists(st.integers(0, 2) | st.just(26), min_size=1, max_size
 @settings(max_examples=150, deadline=None)
 @given(st.lists(blocks, max_size=20), st.lists(st.integers(0, 2) | st.just(26), max_size=12), st.randoms())
 def test_longest_prefix_is_the_dictionary_s(paths: list, prompt: list[int], rng: random.Random) -> None:
-    """K3, K24: whatever was inserted and removed, the walk reaches exactly as far as a search over all nodes."""
+    """K3, K24: whatever was inserted and removed, the walk reaches as far as a search over all nodes."""
     model = Model()
     for path in paths:
         above = None
