@@ -1,4 +1,4 @@
-"""Hit counts that survive a restart: one small file per process, replaced by rename, merged at the next start.
+"""Hit counts that survive a restart: one small file per process, replaced by rename, merged at start.
 
 A CBOR map {"v": 1, "hits": {name ‖ kind byte: [hits, seconds since the epoch]}}. Hits are worth an order of
 eviction and nothing else, so a journal that cannot be read is dropped with a log line.

@@ -1,6 +1,6 @@
 """Reading KVC files: heads for the index, payloads straight into pooled buffers, never through a mapping.
 
-Whatever is wrong with a file (gone, cut, flipped, foreign) is `Damaged`, so that callers have one thing to catch.
+Whatever is wrong with a file (gone, cut, flipped, foreign) is `Damaged`: callers have one thing to catch.
 Thread: worker threads.
 """
 

@@ -46,9 +46,8 @@ class _FileTierOptions:
         if self.name == RAM_TIER:
             raise InvalidOption('the name "ram" is taken by the RAM tier', detail={"key": "name"})
         if not self.max_write_bytes_per_s > 0:
-            raise InvalidOption(
-                "max_write_bytes_per_s must be above 0", detail={"key": "max_write_bytes_per_s"}
-            )
+            key = "max_write_bytes_per_s"
+            raise InvalidOption(f"{key} must be above 0", detail={"key": key})
 
     @property
     def kind(self) -> TierKind:
