@@ -30,13 +30,14 @@ def class_bytes(n_bytes: int) -> int:
 
 
 class Buffer:
-    """`n_bytes` of pooled memory. `view` is writable and dies with `release()`."""
+    """`n_bytes` of pooled memory, shared by whoever retains it. `view` dies with the last `release()`."""
 
-    __slots__ = ("_arena", "_memory", "n_bytes", "view")
+    __slots__ = ("_arena", "_memory", "_n_users", "n_bytes", "view")
 
     def __init__(self, arena: Arena, memory: mmap.mmap, n_bytes: int) -> None:
         self._arena = arena
         self._memory: mmap.mmap | None = memory
+        self._n_users = 1
         self.n_bytes = n_bytes
         self.view = memoryview(memory)[:n_bytes]
 
@@ -45,13 +46,21 @@ class Buffer:
         """What the buffer takes from the budget."""
         return 0 if self._memory is None else len(self._memory)
 
+    def retain(self) -> None:
+        """One more user; each calls `release` once."""
+        assert self._n_users > 0, "a released buffer cannot be retained"
+        self._n_users += 1
+
     def release(self) -> None:
-        """Give the memory back. Idempotent."""
-        memory, self._memory = self._memory, None
-        if memory is None:
+        """One user less; the last one gives the memory back. More calls than users do nothing."""
+        self._n_users = max(0, self._n_users - 1)
+        if self._n_users or self._memory is None:
             return
+        memory, self._memory = self._memory, None
         try:
             self.view.release()
+            # Slices of the view are invisible to it, but not to the mapping: it refuses to be resized.
+            memory.resize(len(memory))
         except BufferError:
             self._arena.lose(memory)
         else:

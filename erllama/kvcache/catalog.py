@@ -4,7 +4,7 @@ Rule 1: only this file changes the tree; callers are synchronous between awaits,
         readers need no lock.
 Rule 2: a part is *usable* if a copy is in RAM or its tier is on, and it is not doomed. A walk ends before
         the first node whose parts are all unusable.
-Rule 3: a doomed part is being removed from its tier: nobody may lease it any more, nobody had when it was doomed.
+Rule 3: a doomed part is being removed from its tier: nobody may lease it any more.
 Rule 4: dropping returns what must be unlinked on file tiers; the index forgets first, files follow.
 """
 
@@ -67,8 +67,9 @@ class Catalog:
         self.cost = cost
         self.clock = clock
         self.ram: dict[int, RamPart] = {}
-        self.leases: Counter[int] = Counter()
-        self.busy: Counter[int] = Counter()  # parts being written or read: they stay where they are
+        # By name, not by row: a damaged node may go, and its row serve another, while a lease is held.
+        self.leases: Counter[PartId] = Counter()
+        self.busy: Counter[PartId] = Counter()  # being written: they stay where they are
         self.doomed: set[int] = set()
         self.off: set[int] = set()  # slots of tiers that are switched off
         self.expires: dict[int, float] = {}
@@ -247,9 +248,6 @@ class Catalog:
         if part in self.ram:
             self.drop_copy(part)
         self.doomed.discard(part)
-        # Counters of rows that are used again must not speak of the former part.
-        self.leases.pop(part, None)
-        self.busy.pop(part, None)
         self.tree.remove_part(part)
         return [] if ref.slot == RAM else [ref]
 
@@ -272,7 +270,8 @@ class Catalog:
         keep: Collection[int] = (),
     ) -> Plan:
         """Which parts to drop from a tier to free `n_bytes`; `keep`: part rows that must stay."""
-        locked = {*self.leases, *self.busy, *self.doomed, *keep}
+        held = (self.part_of(ref) for ref in (*self.leases, *self.busy))
+        locked = {part for part in held if part} | self.doomed | set(keep)
         return plan_evictions(
             self.tree,
             Want(

@@ -1,4 +1,4 @@
-"""One running file tier: scan, publish, read, remove, quarantine, journal. Synchronous; the store runs it in threads.
+"""One running file tier: scan, publish, read, remove, quarantine, journal; the store runs it in threads.
 
 It knows files, not the index: what it is asked for comes by name, what it finds it returns.
 Thread: worker threads; several at once, except `start`, `refresh` and `remove`, which the store serialises.
@@ -18,7 +18,6 @@ from .publish import Outcome, Outgoing, publish
 from .read import read_head, read_part
 from .recover import Scan, quarantine_file, scan, sweep
 from .root import Root, TierBusy
-from .tiers import FileTierOptions, TierKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from .kinds import PartKind
     from .meta import NodeMeta
     from .recover import PartId
+    from .tiers import FileTierOptions, TierKind
 
 log = logging.getLogger(__name__)
 

@@ -1,14 +1,17 @@
 """Pins: paths that outrank everything else, within a byte budget, least recently used first to go.
 
-A pin names a node and keeps its whole path. Sources: the caller (`pin`), an agent's prefix (found again after a
-restart by its save reason), and the live key of a sequence, which replaces its owner's former one.
+A pin names a node and keeps its whole path. Sources: the caller (`pin`), an agent's prefix (found again after
+a restart by its save reason), and the live key of a sequence, which replaces its owner's former one.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable
 
 
 @dataclass(slots=True)

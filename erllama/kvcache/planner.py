@@ -5,15 +5,14 @@ Rule 1 (closure): a base leaves only when nothing hangs behind its node, and the
 Rule 2: what is leased, being written or already doomed stays.
 Rule 3: nothing is evicted for a newcomer that is worth less than what would go.
 
-Order: window parts and states away from anchors, least recently used first; then by seconds of prefill saved per
-byte × reuse; pinned and live paths last, and only where the caller insists. In RAM a copy of what a file tier
-holds is worth only the time to read it again.
+Order: window parts and states away from anchors, least recently used first; then by seconds of prefill saved
+per byte × reuse; pinned and live paths last, and only where the caller insists. In RAM a copy of what a file
+tier holds is worth only the time to read it again.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -24,6 +23,8 @@ from .parts import RAM
 from .score import NEWCOMER_HITS, PrefillCost, reuse
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
     from numpy.typing import NDArray
 
     from .tree import Tree
@@ -173,7 +174,7 @@ class _Planner:
         return parts.hot[part] == 1 if slot == RAM else parts.home[part] == slot
 
     def _unit(self, node: int, part: int) -> list[int]:
-        """What goes together with `part`: everything, if the node cannot live without it; [] if it must stay."""
+        """What goes with `part`: everything, if the node cannot live without it; [] if it must stay."""
         tree = self._tree
         left = [row for row in tree.part_rows(node) if row not in self._gone_parts]
         if not tree.parts.is_base(part) and len(left) > 1:
