@@ -63,8 +63,10 @@ class Buffer:
             memory.resize(len(memory))
         except BufferError:
             self._arena.lose(memory)
-        else:
-            self._arena.give_back(memory)
+            return
+        except SystemError:  # no mremap(2) here (macOS): the view's own count has to do
+            pass
+        self._arena.give_back(memory)
 
     def __repr__(self) -> str:
         return f"<Buffer {self.n_bytes} B{' released' if self._memory is None else ''}>"

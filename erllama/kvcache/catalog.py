@@ -14,6 +14,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from .filetier import KnownParts
 from .kinds import ROOT_NAME, NodeFlag, PartKind, SaveReason
 from .parts import RAM
 from .pins import PinBoard
@@ -23,14 +26,16 @@ from .tree import Tree
 from .walk import Walker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable, Iterable
+    from collections.abc import Callable, Hashable, Iterable
 
     from .arena import Arena, Buffer
+    from .journal import Hits
     from .key import Identity, Prompt
     from .meta import NodeMeta
     from .recover import FoundPart, PartId
     from .walk import Walk
 
+TOUCH_EVERY_S = 60  # a file's mtime is written at most this often
 HEAD_ESTIMATE = 420  # bytes of header and metadata besides ids and text; only plans use it
 
 
@@ -70,6 +75,7 @@ class Catalog:
         # By name, not by row: a damaged node may go, and its row serve another, while a lease is held.
         self.leases: Counter[PartId] = Counter()
         self.busy: Counter[PartId] = Counter()  # being written: they stay where they are
+        self.abandoned: set[PartId] = set()  # dropped while being written; the writer must not publish them
         self.doomed: set[int] = set()
         self.off: set[int] = set()  # slots of tiers that are switched off
         self.expires: dict[int, float] = {}
@@ -77,6 +83,7 @@ class Catalog:
         self.pin_fraction = pin_fraction
         self.tier_max: dict[int, int] = {RAM: arena.max_bytes}
         self._index_charge = 0
+        self.touched: set[PartId] = set()  # used since their mtime was last written
         self.evicted: Counter[int] = Counter()  # parts by slot
         self.evicted_unused_bytes = 0
 
@@ -111,14 +118,12 @@ class Catalog:
         row = self.tree.find(ref[0])
         return 0 if row is None else self.tree.part(row, ref[1])
 
-    def parts_on(self, slot: int) -> list[PartId]:
-        """Name and kind of every part whose home is `slot`."""
-        tree, parts = self.tree, self.tree.parts
-        return [
-            (tree.names.name(parts.node[i]), parts.kind(i))
-            for i in range(1, len(parts.node))
-            if parts.home[i] == slot and parts.node[i]
-        ]
+    def known_parts(self, slot: int) -> KnownParts:
+        """A copy of what the index holds of one tier, to be compared with a listing in a thread."""
+        columns = self.tree.parts.columns()
+        rows = np.flatnonzero((columns["home"] == slot) & (columns["node"] != 0))
+        nodes, kinds = columns["node"][rows], columns["kind"][rows]
+        return KnownParts(self.tree.names.dump(), nodes.tolist(), kinds.tolist())
 
     def slot_of(self, row: int) -> int | None:
         """The file tier a node has parts on, or None if it is only in RAM (or a root)."""
@@ -202,11 +207,34 @@ class Catalog:
                 self.tree.parts.hits[part] = n
                 self.tree.parts.used[part] = max(self.tree.parts.used[part], min(at, self._now()))
 
+    def hits_on(self, slot: int) -> Hits:
+        """Hit counts of a tier's parts, for its journal."""
+        columns, parts, names = self.tree.parts.columns(), self.tree.parts, self.tree.names
+        rows = np.flatnonzero((columns["home"] == slot) & (columns["hits"] > 0)).tolist()
+        return {
+            names.name(parts.node[row]) + bytes((parts.kind(row),)): (parts.hits[row], parts.used[row])
+            for row in rows
+        }
+
+    def take_touched(self, slot: int) -> list[tuple[PartId, int]]:
+        """Parts of a tier whose mtime is to be written, and the time; they count as written from here on."""
+        found = []
+        for ref in list(self.touched):
+            part = self.part_of(ref)
+            if part and self.tree.parts.home[part] != slot:
+                continue
+            self.touched.discard(ref)
+            if part:
+                found.append((ref, self.tree.parts.used[part]))
+        return found
+
     def hit(self, rows: Iterable[int]) -> None:
         """Record a use of nodes: of their bases, and of whatever else they have."""
         parts, now = self.tree.parts, self._now()
         for row in rows:
             for part in self.tree.part_rows(row):
+                if parts.home[part] != RAM and now - parts.used[part] >= TOUCH_EVERY_S:
+                    self.touched.add((self.tree.names.name(row), parts.kind(part)))
                 parts.hits[part] = add_hit(parts.hits[part], now - parts.used[part])
                 parts.used[part] = now
 
@@ -245,6 +273,8 @@ class Catalog:
     def _forget_part(self, part: int) -> list[FileRef]:
         parts = self.tree.parts
         ref = FileRef(parts.home[part], self.tree.names.name(parts.node[part]), parts.kind(part))
+        if (ref.name, ref.kind) in self.busy:
+            self.abandoned.add((ref.name, ref.kind))
         if part in self.ram:
             self.drop_copy(part)
         self.doomed.discard(part)
@@ -267,11 +297,11 @@ class Catalog:
         *,
         force: bool = False,
         ceiling: float | None = None,
-        keep: Collection[int] = (),
+        copies_only: bool = False,
     ) -> Plan:
-        """Which parts to drop from a tier to free `n_bytes`; `keep`: part rows that must stay."""
+        """Which parts to drop from a tier to free `n_bytes`; `copies_only`: in RAM, none that lives there."""
         held = (self.part_of(ref) for ref in (*self.leases, *self.busy))
-        locked = {part for part in held if part} | self.doomed | set(keep)
+        locked = {part for part in held if part} | self.doomed
         return plan_evictions(
             self.tree,
             Want(
@@ -281,6 +311,7 @@ class Catalog:
                 cost_of=self.ram_cost if slot == RAM else self.file_cost,
                 cost=self.cost,
                 locked=locked,
+                copies_only=copies_only,
                 protected=self.protected(),
                 force=force,
                 ceiling=ceiling,

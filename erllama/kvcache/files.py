@@ -18,6 +18,8 @@ Chunks = Sequence[bytes | memoryview]
 LINKS_MISSING: Final = frozenset(
     {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 )
+READ_ONLY: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 LOCKS_MISSING: Final = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK})
 
 

@@ -14,21 +14,36 @@ from typing import TYPE_CHECKING
 
 from .files import Files
 from .journal import Hits, drop_dead_journals, read_journals, write_journal
+from .kinds import NAME_BYTES, PartKind
 from .publish import Outcome, Outgoing, publish
 from .read import read_head, read_part
 from .recover import Scan, quarantine_file, scan, sweep
 from .root import Root, TierBusy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from .header import Header
-    from .kinds import PartKind
     from .meta import NodeMeta
     from .recover import PartId
     from .tiers import FileTierOptions, TierKind
 
 log = logging.getLogger(__name__)
+
+
+class KnownParts:
+    """What the index holds of one tier, as raw columns: the event loop copies them, a thread unpacks them."""
+
+    def __init__(self, names: bytes, nodes: Sequence[int], kinds: Sequence[int]) -> None:
+        self._names, self._nodes, self._kinds = names, nodes, kinds
+
+    def ids(self) -> set[PartId]:
+        """Name and kind of each part."""
+        names, width = self._names, NAME_BYTES
+        return {
+            (names[node * width : node * width + width], PartKind(kind))
+            for node, kind in zip(self._nodes, self._kinds, strict=True)
+        }
 
 
 class FileTier:
@@ -51,49 +66,37 @@ class FileTier:
         """Disk or memory-backed."""
         return self.options.kind
 
-    def start(
-        self, known: Callable[[PartId], bool], known_ids: Sequence[PartId], now: float
-    ) -> tuple[Scan, Hits, int]:
+    def start(self, known: KnownParts, now: float) -> tuple[Scan, Hits, int]:
         """Open the folder and find out what is in it; remove leftovers unless another process is removing.
 
         Returns: the scan, the merged hit counts, and how many leftovers were removed.
         """
-        self.root.open()
+        ids = known.ids()
         try:
+            self.root.open()
+            if self.root.read_only:
+                return scan(self.root, ids, now=now), read_journals(self.root), 0
             with self.root.removing():
-                found, removed = self._scan_and_sweep(known, known_ids, now)
+                found = scan(self.root, ids, now=now)
+                removed = sweep(self.root, found)
                 hits = read_journals(self.root)
                 write_journal(self.root, hits)
                 drop_dead_journals(self.root)
                 return found, hits, removed
         except TierBusy:
-            return scan(self.root, known, known_ids, now=now), read_journals(self.root), 0
-        except PermissionError:
-            return self._start_read_only(known, known_ids, now)
+            return scan(self.root, ids, now=now), read_journals(self.root), 0
 
-    def _start_read_only(
-        self, known: Callable[[PartId], bool], known_ids: Sequence[PartId], now: float
-    ) -> tuple[Scan, Hits, int]:
-        log.warning("%s cannot be written; it serves what it holds", self.root.path)
-        return scan(self.root, known, known_ids, now=now), read_journals(self.root), 0
+    def refresh(self, known: KnownParts, now: float) -> Scan:
+        """What other processes added and removed; sweeps. Call with the removing lock held."""
+        found = scan(self.root, known.ids(), now=now)
+        sweep(self.root, found)
+        return found
 
-    def refresh(self, known: Callable[[PartId], bool], known_ids: Sequence[PartId], now: float) -> Scan:
-        """What other processes added and removed. Call with the removing lock held: sweeps too."""
-        return self._scan_and_sweep(known, known_ids, now)[0]
-
-    def look(self, known: Callable[[PartId], bool], known_ids: Sequence[PartId], now: float) -> Scan:
-        """What other processes added and removed; takes no lock and removes nothing."""
-        return scan(self.root, known, known_ids, now=now)
-
-    def _scan_and_sweep(
-        self, known: Callable[[PartId], bool], known_ids: Sequence[PartId], now: float
-    ) -> tuple[Scan, int]:
-        found = scan(self.root, known, known_ids, now=now)
-        return found, sweep(self.root, found)
-
-    def folder_stamp(self) -> int:
-        """Changes whenever any process adds or removes a name."""
-        return self.root.files.mtime_ns(self.root.nodes)
+    def look(self, known: KnownParts, now: float) -> Scan | None:
+        """What other processes added and removed, None if nothing; takes no lock and removes nothing."""
+        if not self.root.has_foreign_changes():
+            return None
+        return scan(self.root, known.ids(), now=now)
 
     def publish(self, group: Sequence[Outgoing]) -> list[Outcome]:
         """See `publish.publish`."""
@@ -136,6 +139,8 @@ class FileTier:
 
     def write_journal(self, hits: Hits) -> None:
         """Replace this process's hit journal."""
+        if self.root.read_only:
+            return
         write_journal(self.root, hits)
 
     def free_bytes(self) -> int:

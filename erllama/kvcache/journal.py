@@ -36,6 +36,8 @@ def write_journal(root: Root, hits: Hits) -> None:
 def read_journals(root: Root) -> Hits:
     """All processes' hits together; counts of one part are added as of the later time."""
     merged: Hits = {}
+    if not root.files.exists(root.hits):
+        return merged
     for entry in root.files.entries(root.hits):
         if not entry.name.endswith(_SUFFIX):
             continue

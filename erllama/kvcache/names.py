@@ -36,6 +36,10 @@ class NameTable:
         """The name of a row."""
         return bytes(self._names[row * NAME_BYTES : row * NAME_BYTES + NAME_BYTES])
 
+    def dump(self) -> bytes:
+        """All names, 32 bytes per row."""
+        return bytes(self._names)
+
     def find(self, name: bytes) -> int | None:
         """The row with this name, or None."""
         slots = self._slots[name[0]]

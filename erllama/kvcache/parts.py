@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -103,7 +103,7 @@ class PartTable:
             self.hits,
         )
 
-    def columns(self) -> dict[str, NDArray[np.generic]]:
+    def columns(self) -> dict[str, NDArray[Any]]:
         """All columns as arrays, copied: a view would forbid the columns to grow."""
         return {
             "node": np.array(self.node, np.int32),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable
+    from collections.abc import Callable, Hashable, Iterable, Set
 
 
 @dataclass(slots=True)
@@ -43,9 +43,9 @@ class PinBoard:
         """End a pin; False if there was none."""
         return self._pins.pop(key, None) is not None
 
-    def touch(self, name: bytes) -> None:
-        """A pinned path was used."""
-        for key in [key for key, pin in self._pins.items() if pin.name == name]:
+    def touch(self, names: Set[bytes]) -> None:
+        """Nodes were used; pins on them move to the end of the queue."""
+        for key in [key for key, pin in self._pins.items() if pin.name in names]:
             self._pins.move_to_end(key)
 
     def expire(self) -> None:

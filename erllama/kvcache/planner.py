@@ -42,7 +42,8 @@ class Want:
     """What to free: `n_bytes` on tier `slot` at time `now` (seconds).
 
     `locked`: part rows that must stay. `protected`: nodes that go last, if `force`. `ceiling`: the score
-    of the newcomer; parts worth more stay. `cost_of`: bytes a part row frees on this tier.
+    of the newcomer; parts worth more stay. `cost_of`: bytes a part row frees on this tier. `copies_only`:
+    in RAM, take only copies of what file tiers hold.
     """
 
     slot: int
@@ -54,6 +55,7 @@ class Want:
     protected: Collection[int] = _NOTHING
     force: bool = False
     ceiling: float | None = None
+    copies_only: bool = False
 
 
 @dataclass(slots=True)
@@ -135,7 +137,8 @@ class _Planner:
         n_parts = np.bincount(c["node"], minlength=len(self._tree.parent))[c["node"]]
         free = leaf | ((c["kind"] != PartKind.BASE) & (n_parts > 1))
         if want.slot == RAM:
-            free |= c["home"] != RAM
+            copies = c["home"] != RAM
+            free = copies if want.copies_only else free | copies
         allowed = here & free & (c["node"] != 0) & (self._keys <= self._limit())
         if want.locked:
             allowed[np.fromiter(want.locked, np.int64)] = False

@@ -21,7 +21,7 @@ from .read import read_head
 from .root import QUARANTINE_FILES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Set
 
     from .files import Entry
     from .meta import NodeMeta
@@ -70,13 +70,14 @@ def parse_file_name(name: str) -> PartId | None:
     return None
 
 
-def scan(root: Root, known: Callable[[PartId], bool], known_ids: Iterable[PartId], *, now: float) -> Scan:
+def scan(root: Root, known_ids: Set[PartId], *, now: float) -> Scan:
     """List the folder; read the heads of files that are not known yet.
 
     `now` (seconds since the epoch) bounds modification times: a clock that was ahead must not make a file
     immortal. Expired nodes are orphans. Raises: OSError if the folder cannot be listed.
     """
     result = Scan()
+    root.accept_foreign()
     seen: set[PartId] = set()
     for entry in root.files.entries(root.nodes):
         result.total_bytes += entry.n_bytes
@@ -88,10 +89,10 @@ def scan(root: Root, known: Callable[[PartId], bool], known_ids: Iterable[PartId
             _reject(result, entry.name, "name")
             continue
         seen.add(part)
-        if not known(part):
+        if part not in known_ids:
             _read_entry(root, entry, part, result, now)
     result.vanished = [part for part in known_ids if part not in seen]
-    _close(result, seen, known, now)
+    _close(result, known_ids, now)
     return result
 
 
@@ -124,13 +125,13 @@ def _reject(result: Scan, name: str, what: str) -> None:
     result.rejected_files.append(name)
 
 
-def _close(result: Scan, seen: set[PartId], known: Callable[[PartId], bool], now: float) -> None:
+def _close(result: Scan, known_ids: Set[PartId], now: float) -> None:
     """Keep what hangs together, parents first; the rest are orphans."""
     ends: dict[bytes, int | None] = {ROOT_NAME: 0}
     closed = []
     for part in sorted(result.found, key=lambda p: p.meta.start):
         meta = part.meta
-        if meta.parent not in ends and any(known((meta.parent, kind)) for kind in PartKind):
+        if meta.parent not in ends and any((meta.parent, kind) in known_ids for kind in PartKind):
             ends[meta.parent] = None  # indexed before: its end was checked then
         fits = meta.parent in ends and ends[meta.parent] in (None, meta.start)
         expired = meta.expires_ns is not None and meta.expires_ns <= now * 1e9

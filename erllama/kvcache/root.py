@@ -5,7 +5,7 @@
     hits/         one hit journal per process
     quarantine/   files that were found damaged, the latest few
     publish.lock  shared: names are being added; exclusive: names are being removed, by one process at a time
-    usage         8 bytes: what nodes/ holds and what is reserved in it, shared by all processes
+    usage         two u64: what nodes/ holds and has reserved, and a change count; shared by all processes
 
 Rule 1: names are added and bytes reserved only under the shared lock, removed only under the exclusive one.
         So under the exclusive lock the listing is the whole truth, reservations included (a temporary is
@@ -25,6 +25,8 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Final
 
+from .files import READ_ONLY
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from .kinds import PartKind
 
 log = logging.getLogger(__name__)
-_USAGE: Final = struct.Struct("<Q")
+_USAGE: Final = struct.Struct("<QQ")
 _LOCK_RETRY_S: Final = 0.002
 QUARANTINE_FILES: Final = 8
 
@@ -56,6 +58,7 @@ class Root:
         self.path = os.path.abspath(os.path.expanduser(path))
         self.max_bytes = max_bytes
         self.files = files
+        self.read_only = False
         self.owner = uuid.uuid4().hex[:16]
         self.nodes = os.path.join(self.path, "nodes")
         self.quarantine = os.path.join(self.path, "quarantine")
@@ -65,6 +68,8 @@ class Root:
         self._usage_path = os.path.join(self.path, "usage")
         self._lock_wait_s = lock_wait_s
         self._owner_fd: int | None = None
+        self._changes = 0  # the shared change count as of our last look
+        self._foreign = True  # whether others changed something since
 
     def __repr__(self) -> str:
         return f"<Root {self.path} {'open' if self._owner_fd is not None else 'closed'}>"
@@ -72,11 +77,21 @@ class Root:
     # --- coming and going -------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Make the folders and take this process's owner lock. Raises: OSError."""
-        for folder in (self.path, self.nodes, self.quarantine, self.owners, self.hits):
-            self.files.make_folder(folder)
-        if self._owner_fd is None:
-            self._owner_fd = self.files.try_lock(self._owner_path(self.owner), exclusive=True)
+        """Make the folders and take this process's owner lock; one that cannot be written is `read_only`.
+
+        Raises: OSError.
+        """
+        try:
+            for folder in (self.path, self.nodes, self.quarantine, self.owners, self.hits):
+                self.files.make_folder(folder)
+            if self._owner_fd is None:
+                self._owner_fd = self.files.try_lock(self._owner_path(self.owner), exclusive=True)
+            self.read_only = False
+        except OSError as no:
+            if no.errno not in READ_ONLY or not self.files.exists(self.nodes):
+                raise
+            self.read_only = True
+            log.warning("%s cannot be written; the tier serves what it holds", self.path)
         if self.files.mode(self.path) & (stat.S_IRWXG | stat.S_IRWXO):
             log.warning("%s is open to other users; it holds prompts in clear text", self.path)
 
@@ -180,12 +195,31 @@ class Root:
     def set_used(self, n_bytes: int) -> None:
         """Correct the counter from a listing made under the exclusive lock."""
         with self._locked(self._usage_path, exclusive=True) as fd:
+            self._read_usage(fd)
+            self._foreign = False
             self._write_usage(fd, n_bytes)
+
+    def has_foreign_changes(self) -> bool:
+        """Whether another process added or removed something since the last listing."""
+        if self.read_only:
+            return False
+        self.used_bytes()
+        return self._foreign
+
+    def accept_foreign(self) -> None:
+        """A listing is about to be made: what others did until now will be in it."""
+        if not self.read_only:
+            self.used_bytes()
+        self._foreign = False
 
     def _read_usage(self, fd: int) -> int:
         data = bytearray(_USAGE.size)
         n = os.preadv(fd, [data], 0)
-        return int(_USAGE.unpack(data)[0]) if n == _USAGE.size else 0
+        used, changes = _USAGE.unpack(data) if n == _USAGE.size else (0, 0)
+        if changes != self._changes:
+            self._changes, self._foreign = changes, True
+        return int(used)
 
     def _write_usage(self, fd: int, used: int) -> None:
-        os.pwrite(fd, _USAGE.pack(used), 0)  # a crash in between is corrected by the next listing
+        self._changes += 1
+        os.pwrite(fd, _USAGE.pack(used, self._changes), 0)  # torn by a crash: the next listing corrects it
