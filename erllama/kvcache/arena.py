@@ -114,15 +114,15 @@ class Arena:
         with self._lock:
             self._extra += n_bytes
 
-    def shortfall(self, n_bytes: int) -> int:
-        """How many bytes users must give back before `n_bytes` more fit; 0 if they fit now."""
-        return max(0, self.used_bytes + class_bytes(n_bytes) - self._max)
+    def shortfall(self, n_bytes: int, spare: int = 0) -> int:
+        """How many bytes users must give back before `n_bytes` more, and `spare`, fit; 0 if they fit now."""
+        return max(0, self.used_bytes + class_bytes(n_bytes) + spare - self._max)
 
-    def try_take(self, n_bytes: int) -> Buffer | None:
-        """A buffer, or None if the budget has no room for it."""
+    def try_take(self, n_bytes: int, spare: int = 0) -> Buffer | None:
+        """A buffer, or None if the budget has no room for it and `spare` bytes more."""
         size = class_bytes(n_bytes)
         with self._lock:
-            if self._used + self._extra + size > self._max:
+            if self._used + self._extra + size + spare > self._max:
                 return None
             stack = self._idle.get(size)
             if stack:

@@ -145,7 +145,7 @@ class Catalog:
     def parent_row(self, meta: NodeMeta) -> int | None:
         """Where a node belongs: its parent's row, or its identity's root; None if the parent is gone."""
         if meta.parent == ROOT_NAME:
-            return self.tree.add_root(meta.identity)
+            return self.tree.add_root(meta.identity) if meta.start == 0 else None
         row = self.tree.find(meta.parent)
         if row is None or self.tree.end(row) != meta.start:
             return None
@@ -367,9 +367,14 @@ class Catalog:
 
     # --- small things -----------------------------------------------------------------------------
 
-    def set_private(self, row: int) -> None:
-        """Keep a node off file tiers."""
-        self.tree.set_flag(row, NodeFlag.PRIVATE, on=True)
+    def is_private(self, row: int) -> bool:
+        """Whether a node, or one it hangs behind, must stay off file tiers."""
+        return any(self.tree.flags(node) & NodeFlag.PRIVATE for node in self.tree.path(row))
+
+    def set_private(self, row: int, *, private: bool) -> None:
+        """Keep a node off file tiers, unless it is on one already: the same content was saved openly then."""
+        if self.slot_of(row) is None:
+            self.tree.set_flag(row, NodeFlag.PRIVATE, on=private)
 
     def _now(self) -> int:
         return max(0, min(int(self.clock()), 2**32 - 1))

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def _gate(value: object) -> float:
+def _gate(value: object) -> int | float:
     """A whole number of tokens, or infinity for never."""
     if value == math.inf:
         return math.inf
     try:
-        return float(integer(0)(value))  # type: ignore[arg-type]  # the check returns an int
+        return integer(0)(value)  # type: ignore[return-value]  # the check returns an int
     except Rejected as why:
         raise Rejected(f"{why}, or math.inf for never") from None
 
@@ -35,9 +35,9 @@ class SavePolicy:
     `pin_fraction`: at most this much of a tier may be pinned.
     """
 
-    min_tokens: float = option(512.0, _gate)
-    cold_min_tokens: float = option(512.0, _gate)
-    cold_max_tokens: float = option(30_000.0, _gate)
+    min_tokens: int | float = option(512, _gate)
+    cold_min_tokens: int | float = option(512, _gate)
+    cold_max_tokens: int | float = option(30_000, _gate)
     continued_interval: int = option(2048, integer(1))
     block_tokens: int = option(256, integer(1, 2**16))
     session_resume_wait_s: float = option(0.5, number(0))

@@ -71,7 +71,7 @@ PARENT, CHILD = chain([[1, 2], [3]])
 
 
 def test_the_order_of_the_steps(tmp_path: pathlib.Path) -> None:
-    """K13: reserve, write, sync, link, drop the temporary, sync the folder; parents first, one folder sync."""
+    """K13: reserve, write, sync, link, drop the temporary; parents first; one folder sync last."""
     spy = SpyFiles()
     tier, _ = open_tier(tmp_path, spy)
     spy.calls.clear()
