@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,10 @@ class Outcome(enum.Enum):
     def is_there(self) -> bool:
         """Whether the part is on the tier now."""
         return self in (Outcome.PUBLISHED, Outcome.ADOPTED, Outcome.REPLACED)
+
+
+_PARALLEL_SYNC = 4  # groups from this size on are synced by several threads
+_SYNC_THREADS = 4
 
 
 def _always() -> bool:
@@ -104,9 +109,7 @@ def publish(root: Root, group: Sequence[Outgoing]) -> list[Outcome]:
         _reserve(root, staged)
         for item in staged:
             _write(root, item)
-        for item in staged:
-            assert item.fd is not None
-            root.files.sync(item.fd)
+        _sync_all(root, staged)
         return _link_all(root, staged)
     finally:
         _clean_up(root, staged)
@@ -146,6 +149,18 @@ def _write_full(root: Root, item: _Staged, data: memoryview, offset: int) -> Non
     done = 0
     while done < len(data):
         done += root.files.write(item.fd, [data[done:]], offset + done)
+
+
+def _sync_all(root: Root, staged: Sequence[_Staged]) -> None:
+    fds = [item.fd for item in staged if item.fd is not None]
+    if len(fds) < _PARALLEL_SYNC:
+        for fd in fds:
+            root.files.sync(fd)
+        return
+    # Several at once: a device works on one flush while the next file's data is on its way.
+    with ThreadPoolExecutor(_SYNC_THREADS) as pool:
+        for _ in pool.map(root.files.sync, fds):
+            pass
 
 
 def _link_all(root: Root, staged: Sequence[_Staged]) -> list[Outcome]:

@@ -128,9 +128,10 @@ class KvStore:
         `canonical`: only nodes made by canonical prefill. `resume_key`: a name the caller expects on the way;
         it decides nothing, it only says what kind of hit this was.
         """
+        match = await self._finder.find(identity, prompt, canonical=canonical, resume_key=resume_key)
         if self._log is not None:
-            self._log.find(self._catalog.clock(), identity, prompt.tokens)
-        return await self._finder.find(identity, prompt, canonical=canonical, resume_key=resume_key)
+            self._log.find(self._catalog.clock(), identity, prompt.tokens, match.tip)
+        return match
 
     def peek(self, identity: Identity, prompt: Prompt) -> tuple[int, int]:
         """Tokens and bytes of the longest stored beginning, in whole nodes. A plain read, without I/O."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ from .root import TierBusy
 from .trie import NeedKey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 
     from .catalog import Catalog
     from .filetier import FileTier
@@ -54,7 +55,22 @@ class TierState:
     failures: int = 0
     retry_at: float = 0.0
     error: str | None = None
-    removing: trio.Lock = field(default_factory=trio.Lock)  # one eviction round of ours at a time
+    removing: trio.Lock = field(default_factory=trio.Lock)  # one round of removals of ours at a time
+    _removed: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
+
+    @asynccontextmanager
+    async def removal(self) -> AsyncIterator[None]:
+        """A round of removals: no publish of this process begins meanwhile."""
+        try:
+            async with self.removing:
+                yield
+        finally:
+            self._removed.unpark_all()
+
+    async def wait_publishable(self) -> None:
+        """Wait until no round of removals is going on: a publish would only hold a thread and wait there."""
+        while self.removing.locked():
+            await self._removed.park()
 
     @property
     def used_bytes(self) -> int:
@@ -279,7 +295,7 @@ class TierSet:
                 await self._empty(state, mine)
 
     async def _empty(self, state: TierState, files: dict[FileRef, bool]) -> None:
-        async with state.removing:
+        async with state.removal():
             try:
                 await self._run(_remove_locked, state.tier, files)
             except TierBusy:
@@ -293,7 +309,7 @@ class TierSet:
     async def resync(self, state: TierState) -> None:
         """List a tier anew under its lock, sweep it, and bring the index in line."""
         catalog = self._catalog
-        async with state.removing:
+        async with state.removal():
             try:
                 lock = await self._run(state.tier.root.lock_removing)
             except TierBusy:
@@ -319,7 +335,7 @@ class TierSet:
         self, state: TierState, n_bytes: int, *, absolute: bool, force: bool, ceiling: float | None
     ) -> tuple[int, int] | None:
         tier, catalog = state.tier, self._catalog
-        async with state.removing:
+        async with state.removal():
             try:
                 lock = await self._run(tier.root.lock_removing)
             except TierBusy:

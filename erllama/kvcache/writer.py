@@ -195,6 +195,7 @@ class Writer:
         outgoing = self._outgoing(jobs, buffers)
         try:
             for may_evict in (True, False):
+                await state.wait_publishable()
                 try:
                     outcomes = await self._run(state.tier.publish, outgoing)
                 except (TierFull, OSError) as no:

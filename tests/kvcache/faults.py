@@ -126,7 +126,7 @@ class DyingFiles(SpyFiles):
 
     def _keep(self, path: str) -> str | None:
         """A second name, outside the tier, for a file whose name is about to go."""
-        if not os.path.exists(path):
+        if self.power is None or not os.path.exists(path):
             return None
         folder = os.path.join(os.path.dirname(os.path.dirname(path)), "..", "kept")
         os.makedirs(folder, exist_ok=True)

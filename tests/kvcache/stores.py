@@ -75,7 +75,7 @@ class Bench:
         )
         return await self.store.save(draft, tier=tier)
 
-    async def save_path(self, ids: Sequence[int], **options: Any) -> list[Saved]:
+    async def save_path(self, ids: Sequence[int], *, flush: bool = False, **options: Any) -> list[Saved]:
         """Save a history in blocks and a tail, as an engine would; what is there is not saved again."""
         made: list[Saved] = []
         for at in range(0, len(ids), BLOCK):
@@ -83,6 +83,8 @@ class Bench:
             if saved is None or not saved.stored:
                 break
             made.append(saved)
+            if flush:
+                await self.store.flush()
         return made
 
     async def read(self, ids: Sequence[int], kind: PartKind = PartKind.BASE) -> int:
