@@ -20,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -96,6 +97,7 @@ def bench_lookup(results: dict[str, float]) -> None:
         return lambda: Walker(tree, IDENTITY, what).run()
 
     results["lookup_30k_among_117_ms"] = 1e3 * best_of(50, look(prompt))
+    gc.disable()  # this script's own 100,000 objects, not the index
     began = time.perf_counter()
     worst = 0.0
     while tree.n_nodes < 100_000:
@@ -108,6 +110,7 @@ def bench_lookup(results: dict[str, float]) -> None:
             worst = max(worst, time.thread_time() - t)
     results["insert_us"] = 1e6 * (time.perf_counter() - began) / 100_000
     results["insert_worst_ms"] = 1e3 * worst
+    gc.enable()
     assert Walker(tree, IDENTITY, prompt).run().best.token_pos == len(ids)
     results["lookup_30k_among_100k_ms"] = 1e3 * best_of(50, look(prompt))
     results["lookup_30k_with_text_ms"] = 1e3 * best_of(50, look(with_text))
@@ -145,6 +148,10 @@ def bench_copy(root: str, results: dict[str, float]) -> None:
     """Reads and writes of pooled buffers against memcpy of the same bytes, through the page cache."""
     n = 32
     arena = Arena(4 * n * PART_BYTES)
+    spare = [arena.try_take(PART_BYTES) for _ in range(8)]
+    for buffer in spare:
+        assert buffer is not None
+        buffer.view[:] = bytes(PART_BYTES)
     tier = FileTier(DiskTier("kv", root, 1 << 40))
     tier.start(KnownParts(b"", (), ()), time.time())
     source = [arena.try_take(PART_BYTES) for _ in range(n)]
@@ -152,6 +159,9 @@ def bench_copy(root: str, results: dict[str, float]) -> None:
     for i, buffer in enumerate(source + target):
         assert buffer is not None
         np.frombuffer(buffer.view, np.uint8)[:] = i
+    for buffer in spare:
+        assert buffer is not None
+        buffer.release()
     pairs = [(a.view, b.view) for a, b in zip(source, target, strict=True) if a and b]
 
     metas = [make_node(None) for _ in range(n)]
@@ -164,11 +174,27 @@ def bench_copy(root: str, results: dict[str, float]) -> None:
     def copy(i: int) -> None:
         pairs[i][1][:] = pairs[i][0]
 
+    def pooled_copy(i: int) -> None:
+        buffer = arena.try_take(PART_BYTES)
+        assert buffer is not None
+        buffer.view[:] = pairs[i][0]
+        buffer.release()
+
+    def read_path(n_parts: int) -> None:
+        with ThreadPoolExecutor(2) as pool:  # as `Lease.load_many` does
+            for _ in pool.map(read, range(n_parts)):
+                pass
+
     def read(i: int) -> None:
         tier.read_part(metas[i].name, PartKind.BASE, pairs[i][1])
 
     def write(i: int) -> None:
         tier.publish([Outgoing(meta=metas[i], kind=PartKind.BASE, payload=pairs[i][0])])
+
+    def raw_read(i: int) -> None:
+        fd = os.open(tier.root.target(metas[i].name, PartKind.BASE), os.O_RDONLY)
+        os.preadv(fd, [pairs[i][1]], 0)
+        os.close(fd)
 
     def raw_write(i: int) -> None:
         view, fd = pairs[i][0], os.open(os.path.join(root, f"raw{i}"), os.O_CREAT | os.O_WRONLY, 0o600)
@@ -185,11 +211,15 @@ def bench_copy(root: str, results: dict[str, float]) -> None:
         os.sync()
 
     # One part at a time, the kinds in turn: a busy machine must not decide the ratios.
-    times: dict[str, list[float]] = {"memcpy": [], "read": [], "raw_write": [], "write": []}
+    kinds = ("memcpy", "pooled_copy", "raw_read", "read", "read_path", "raw_write", "write")
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
     for _ in range(8):
         for i in range(n):
             times["memcpy"].append(timed(copy, i))
+            times["pooled_copy"].append(timed(pooled_copy, i))
+            times["raw_read"].append(timed(raw_read, i))
             times["read"].append(timed(read, i))
+        times["read_path"].append(timed(read_path, n) / n)
         clear()
         for i in range(n):
             times["raw_write"].append(timed(raw_write, i))
@@ -197,7 +227,10 @@ def bench_copy(root: str, results: dict[str, float]) -> None:
     typical = {name: statistics.quantiles(values, n=4)[0] for name, values in times.items()}
     for name, seconds in typical.items():
         results[f"{name}_gb_s"] = PART_BYTES / seconds / 1e9
+    results["pooled_copy_to_memcpy"] = typical["memcpy"] / typical["pooled_copy"]
     results["read_to_memcpy"] = typical["memcpy"] / typical["read"]
+    results["read_path_to_memcpy"] = typical["memcpy"] / typical["read_path"]
+    results["read_to_raw_read"] = typical["raw_read"] / typical["read"]
     results["write_to_memcpy"] = typical["memcpy"] / typical["write"]
     results["write_to_raw_write"] = typical["raw_write"] / typical["write"]
     tier.close()
@@ -234,13 +267,17 @@ def bench_group(root: str, results: dict[str, float]) -> None:
     results["group_speedup"] = single_s / group_s
 
 
-# name, bar, whether the figure must stay below it
+# Name, bar, whether the figure must stay below it. Where a kernel's own read(2) or write(2) is slower than 0.7 ×
+# memcpy, the bar against memcpy cannot be met; the one against the bare call says what checksum and publish cost.
 BARS: list[tuple[str, float, bool]] = [
     ("lookup_30k_among_100k_ms", 1.0, True),
     ("index_bytes_per_node", 160.0, True),
     ("scan_10k_files_s", 2.0, True),
+    ("pooled_copy_to_memcpy", 0.7, False),
     ("read_to_memcpy", 0.7, False),
+    ("read_to_raw_read", 0.6, False),
     ("write_to_memcpy", 0.7, False),
+    ("write_to_raw_write", 0.6, False),
     ("group_speedup", 1.3, False),
 ]
 

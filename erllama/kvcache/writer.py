@@ -66,6 +66,7 @@ class Writer:
         self.queued_bytes = 0
         self._queue: dict[PartId, Job] = {}
         self._flying: dict[PartId, Job] = {}
+        self._stopped = False
         self._wake = trio.lowlevel.ParkingLot()
         self._idle = trio.lowlevel.ParkingLot()
 
@@ -108,22 +109,30 @@ class Writer:
         return job
 
     async def flush(self) -> None:
-        """Wait until nothing is queued or being written. Cancellation: leaves the queue as it is."""
-        while self.n_queued:
+        """Wait until nothing is queued or being written, or nobody is left to write it.
+
+        Cancellation: leaves the queue as it is.
+        """
+        while self.n_queued and not self._stopped:
             await self._idle.park()
 
     async def run_worker(self) -> None:
         """Write groups for ever. Cancellation: a group being written is finished and announced first."""
-        while True:
-            group = self._next_group()
-            if not group:
-                await self._wake.park()
-                continue
-            try:
-                await self._write_group(self._tiers.get(group[0].slot), group)
-            finally:
-                for job in group:
-                    self._finish(job, Refusal.CLOSED)
+        try:
+            while True:
+                group = self._next_group()
+                if not group:
+                    await self._wake.park()
+                    continue
+                try:
+                    await self._write_group(self._tiers.get(group[0].slot), group)
+                finally:
+                    for job in group:
+                        self._finish(job, Refusal.CLOSED)
+        finally:
+            # Workers end together, on cancellation or when one of them fails: nothing will be written now.
+            self._stopped = True
+            self._idle.unpark_all()
 
     # --- choosing ---------------------------------------------------------------------------------
 
