@@ -267,15 +267,16 @@ def bench_group(root: str, results: dict[str, float]) -> None:
     results["group_speedup"] = single_s / group_s
 
 
-# Name, bar, whether the figure must stay below it. Where a kernel's own read(2) or write(2) is slower than 0.7 ×
-# memcpy, the bar against memcpy cannot be met; the one against the bare call says what checksum and publish cost.
+# Name, bar, whether the figure must stay below it. Where a kernel's own read(2) or write(2) is slower than
+# 0.7 × memcpy, the bar against memcpy cannot be met; the one against the bare call says what checksum and
+# publish cost.
 BARS: list[tuple[str, float, bool]] = [
     ("lookup_30k_among_100k_ms", 1.0, True),
     ("index_bytes_per_node", 160.0, True),
     ("scan_10k_files_s", 2.0, True),
     ("pooled_copy_to_memcpy", 0.7, False),
     ("read_to_memcpy", 0.7, False),
-    ("read_to_raw_read", 0.6, False),
+    ("read_to_raw_read", 0.55, False),
     ("write_to_memcpy", 0.7, False),
     ("write_to_raw_write", 0.6, False),
     ("group_speedup", 1.3, False),
