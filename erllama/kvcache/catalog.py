@@ -123,12 +123,21 @@ class Catalog:
         columns = self.tree.parts.columns()
         rows = np.flatnonzero((columns["home"] == slot) & (columns["node"] != 0))
         nodes, kinds = columns["node"][rows], columns["kind"][rows]
-        return KnownParts(self.tree.names.dump(), nodes.tolist(), kinds.tolist())
+        return KnownParts(self.tree.names.dump(), nodes, kinds)
 
     def slot_of(self, row: int) -> int | None:
         """The file tier a node has parts on, or None if it is only in RAM (or a root)."""
         homes = {self.tree.parts.home[part] for part in self.tree.part_rows(row)} - {RAM}
         return min(homes) if homes else None
+
+    def durable_slot(self, row: int) -> int | None:
+        """The file tier that a node or its nearest ancestor is on: where its own parts have to go."""
+        while self.tree.parent[row]:
+            slot = self.slot_of(row)
+            if slot is not None:
+                return slot
+            row = self.tree.parent[row]
+        return None
 
     def file_cost(self, part: int) -> int:
         """Roughly the size of a part's file."""
@@ -178,8 +187,9 @@ class Catalog:
             return False
         part = self.tree.part(row, found.kind)
         if part:
-            self.tree.parts.home[part] = slot  # a RAM copy, or another process published it first
-            return True
+            if self.tree.parts.home[part] == RAM:
+                self.tree.parts.home[part] = slot  # another process published what we only have in RAM
+            return True  # on another tier too: that copy is served, this one waits for its turn
         used = max(0, min(int(found.mtime), 2**32 - 1))
         self.tree.add_part(row, found.kind, found.payload_bytes, slot, used)
         if found.meta.reason is SaveReason.AGENT_PREFIX:
@@ -329,12 +339,18 @@ class Catalog:
 
     # --- pins -------------------------------------------------------------------------------------
 
-    def pin(self, key: Hashable, name: bytes, ttl_s: float | None = None) -> bool:
-        """Pin the path to a node; False if it alone is over the pin budget, or gone. Others give way."""
-        if self.tree.find(name) is None or not self._pins_fit([name]):
+    def pin(
+        self, key: Hashable, name: bytes, *, ttl_s: float | None = None, fraction: float | None = None
+    ) -> bool:
+        """Pin the path to a node; False if it alone is over the pin budget, or gone. Others give way.
+
+        `fraction`: the share of a tier that pins may take, if it is not the store's.
+        """
+        share = self.pin_fraction if fraction is None else fraction
+        if self.tree.find(name) is None or not self._pins_fit([name], share):
             return False
         self.pins.put(key, name, ttl_s)
-        self.pins.shrink(self._pins_fit)
+        self.pins.shrink(lambda names: self._pins_fit(names, share))
         return True
 
     def protected(self) -> set[int]:
@@ -361,11 +377,23 @@ class Catalog:
                 used[self.tree.parts.home[part]] += int(self.tree.parts.size[part])
         return dict(used)
 
-    def _pins_fit(self, names: list[bytes]) -> bool:
+    def _pins_fit(self, names: list[bytes], share: float) -> bool:
         used = self._bytes_by_slot(self._paths(names))
-        return all(n <= self.pin_fraction * self.tier_max.get(slot, 0) for slot, n in used.items())
+        return all(n <= share * self.tier_max.get(slot, 0) for slot, n in used.items())
 
     # --- small things -----------------------------------------------------------------------------
+
+    def prolong(self, row: int, expires_ns: int | None) -> None:
+        """A node was saved again: it lives as long as the longest of its saves asked for.
+
+        What is in its file stays as it was: after a restart the file's time counts.
+        """
+        if row not in self.expires:
+            return
+        if expires_ns is None:
+            del self.expires[row]
+        else:
+            self.expires[row] = max(self.expires[row], expires_ns / 1e9)
 
     def is_private(self, row: int) -> bool:
         """Whether a node, or one it hangs behind, must stay off file tiers."""

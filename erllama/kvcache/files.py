@@ -123,9 +123,9 @@ class Files:
                 found.append(Entry(item.name, stat.st_size, stat.st_mtime))
         return found
 
-    def mtime_ns(self, path: str) -> int:
-        """Modification time of a path."""
-        return os.stat(path).st_mtime_ns
+    def size_at(self, path: str) -> int:
+        """Size of the file at a path."""
+        return os.stat(path).st_size
 
     def mode(self, path: str) -> int:
         """Permission bits of a path."""

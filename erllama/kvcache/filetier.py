@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from .files import Files
 from .journal import Hits, drop_dead_journals, read_journals, write_journal
@@ -21,7 +24,7 @@ from .recover import Scan, quarantine_file, scan, sweep
 from .root import Root, TierBusy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from .header import Header
     from .meta import NodeMeta
@@ -29,20 +32,21 @@ if TYPE_CHECKING:
     from .tiers import FileTierOptions, TierKind
 
 log = logging.getLogger(__name__)
+Column = Sequence[int] | NDArray[Any]
 
 
 class KnownParts:
     """What the index holds of one tier, as raw columns: the event loop copies them, a thread unpacks them."""
 
-    def __init__(self, names: bytes, nodes: Sequence[int], kinds: Sequence[int]) -> None:
-        self._names, self._nodes, self._kinds = names, nodes, kinds
+    def __init__(self, names: bytes = b"", nodes: Column = (), kinds: Column = ()) -> None:
+        self._names, self._nodes, self._kinds = names, np.asarray(nodes), np.asarray(kinds)
 
     def ids(self) -> set[PartId]:
         """Name and kind of each part."""
         names, width = self._names, NAME_BYTES
         return {
             (names[node * width : node * width + width], PartKind(kind))
-            for node, kind in zip(self._nodes, self._kinds, strict=True)
+            for node, kind in zip(self._nodes.tolist(), self._kinds.tolist(), strict=True)
         }
 
 
@@ -80,7 +84,7 @@ class FileTier:
                 found = scan(self.root, ids, now=now)
                 removed = sweep(self.root, found)
                 hits = read_journals(self.root)
-                write_journal(self.root, hits)
+                write_journal(self.root, hits)  # ours now: the journals of the dead may go
                 drop_dead_journals(self.root)
                 return found, hits, removed
         except TierBusy:
@@ -92,10 +96,8 @@ class FileTier:
         sweep(self.root, found)
         return found
 
-    def look(self, known: KnownParts, now: float) -> Scan | None:
-        """What other processes added and removed, None if nothing; takes no lock and removes nothing."""
-        if not self.root.has_foreign_changes():
-            return None
+    def look(self, known: KnownParts, now: float) -> Scan:
+        """What other processes added and removed; takes no lock and removes nothing."""
         return scan(self.root, known.ids(), now=now)
 
     def publish(self, group: Sequence[Outgoing]) -> list[Outcome]:
@@ -116,9 +118,7 @@ class FileTier:
         for name, kind in parts:
             path = self.root.target(name, kind)
             try:
-                fd = self.root.files.open_read(path)
-                size = self.root.files.size(fd)
-                self.root.files.close(fd)
+                size = self.root.files.size_at(path)
                 self.root.files.unlink(path)
             except FileNotFoundError:
                 continue
@@ -142,11 +142,6 @@ class FileTier:
         if self.root.read_only:
             return
         write_journal(self.root, hits)
-
-    def free_bytes(self) -> int:
-        """Room left on the file system itself."""
-        stat = os.statvfs(self.root.path)
-        return stat.f_bavail * stat.f_frsize
 
     def close(self) -> None:
         """Give up this process's hold on the folder."""

@@ -98,6 +98,8 @@ class TokenBucket:
 
     def try_take(self, n: float) -> bool:
         """Take n units if the rate allows; a single amount above the burst passes when the bucket is full."""
+        if math.isinf(self._rate):
+            return True
         now = self._clock()
         self._level = min(self._burst, self._level + max(0.0, now - self._at) * self._rate)
         self._at = now

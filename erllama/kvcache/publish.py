@@ -229,13 +229,9 @@ def _meet_existing(root: Root, item: _Staged) -> Outcome:
 
 def _size_of(root: Root, path: str) -> int:
     try:
-        fd = root.files.open_read(path)
+        return root.files.size_at(path)
     except FileNotFoundError:
         return 0
-    try:
-        return root.files.size(fd)
-    finally:
-        root.files.close(fd)
 
 
 def _clean_up(root: Root, staged: Sequence[_Staged]) -> None:

@@ -168,9 +168,7 @@ def sweep(root: Root, result: Scan) -> int:
 
 def _remove(root: Root, path: str, n: int, total: int) -> tuple[int, int]:
     try:
-        fd = root.files.open_read(path)
-        size = root.files.size(fd)
-        root.files.close(fd)
+        size = root.files.size_at(path)
         root.files.unlink(path)
     except FileNotFoundError:
         return n, total
@@ -180,9 +178,7 @@ def _remove(root: Root, path: str, n: int, total: int) -> tuple[int, int]:
 def quarantine_file(root: Root, path: str) -> int:
     """Move a damaged file out of the way, keeping only the latest few; returns its size."""
     try:
-        fd = root.files.open_read(path)
-        size = root.files.size(fd)
-        root.files.close(fd)
+        size = root.files.size_at(path)
         root.files.rename(path, os.path.join(root.quarantine, os.path.basename(path)))
     except FileNotFoundError:
         return 0

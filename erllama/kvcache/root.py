@@ -207,6 +207,10 @@ class Root:
         self.used_bytes()
         return self._foreign
 
+    def distrust(self) -> None:
+        """The index no longer knows all that is here: list anew at the next look."""
+        self._foreign = True
+
     def accept_foreign(self) -> None:
         """A listing is about to be made: what others did until now will be in it."""
         if not self.read_only:

@@ -153,7 +153,9 @@ class Saver:
         """Put parts that are new into RAM and queue them for their file tier. No awaits."""
         catalog = self._catalog
         new = {kind: buffer for kind, buffer in buffers.items() if not catalog.tree.part(row, kind)}
+        self._revive(row, meta, buffers)
         catalog.set_private(row, private=draft.private)
+        catalog.prolong(row, meta.expires_ns)
         state, refusal = self._target(row, tier)
         n_bytes = sum(buffer.n_bytes for buffer in new.values())
         if state is not None and not new and catalog.slot_of(row) is not None:
@@ -169,7 +171,8 @@ class Saver:
         if new:
             self._counters.saves[draft.reason] += 1
         if draft.reason is SaveReason.AGENT_PREFIX:
-            catalog.pin(("agent", meta.name), meta.name)
+            fraction = draft.policy.pin_fraction if draft.policy else None
+            catalog.pin(("agent", meta.name), meta.name, fraction=fraction)
         if state is not None and not state.bucket.try_take(n_bytes):
             state, refusal = None, Refusal.WRITE_RATE
         jobs = self._writer.submit(row, state.slot) if state is not None else []
@@ -177,6 +180,20 @@ class Saver:
             self._counters.refusals[refusal] += 1
         self._room.fit()
         return Saved(name=meta.name, stored=True, jobs=tuple(jobs), refusal=refusal)
+
+    def _revive(self, row: int, meta: NodeMeta, buffers: dict[PartKind, Buffer]) -> None:
+        """Parts whose tier is off are there but cannot be read: what was just computed serves meanwhile."""
+        catalog = self._catalog
+        for kind, buffer in list(buffers.items()):
+            part = catalog.tree.part(row, kind)
+            if (
+                part
+                and part not in catalog.ram
+                and part not in catalog.doomed
+                and not catalog.is_usable(part)
+            ):
+                del buffers[kind]
+                catalog.keep_copy(part, RamPart(buffer, meta))
 
     def _drop_if_empty(self, row: int) -> None:
         if not self._catalog.tree.part_rows(row) and self._catalog.tree.is_leaf(row):
@@ -187,11 +204,9 @@ class Saver:
         if tier == RAM_TIER:
             return None, None
         state = self._tiers.named(tier)
-        tree, parent = self._catalog.tree, self._catalog.tree.parent[row]
-        path = tree.path(parent)
         if self._catalog.is_private(row):
             return None, None
-        slots = [slot for node in path if (slot := self._catalog.slot_of(node)) is not None]
-        if slots:
-            state = self._tiers.get(slots[-1])
-        return (state, None) if state.writable else (None, Refusal.TIER_OFF)
+        slot = self._catalog.durable_slot(row)
+        if slot is not None:
+            state = self._tiers.get(slot)
+        return (state, None) if state.accepts else (None, Refusal.TIER_OFF)

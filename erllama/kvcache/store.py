@@ -182,27 +182,34 @@ class KvStore:
         """Publish RAM parts on the spill tier (`room.Spill`)."""
         assert self._options.ram.spill is not None
         state = self._tiers.named(self._options.ram.spill)
-        if not state.writable:
+        if not state.accepts:
             return False
         rows = {self._catalog.tree.parts.node[part] for part in parts}
-        jobs = [job for row in sorted(rows) for job in self._writer.submit(row, self._spill_slot(row, state))]
+        catalog = self._catalog
+        jobs = [
+            job
+            for row in sorted(rows)
+            for job in self._writer.submit(row, catalog.durable_slot(row) or state.slot)
+        ]
         return all([await job.wait() for job in jobs])
-
-    def _spill_slot(self, row: int, state: TierState) -> int:
-        for node in reversed(self._catalog.tree.path(row)):
-            slot = self._catalog.slot_of(node)
-            if slot is not None:
-                return slot
-        return state.slot
 
     # --- pins -------------------------------------------------------------------------------------
 
-    def pin(self, name: bytes, *, key: Hashable = None, ttl_s: float | None = None) -> bool:
+    def pin(
+        self,
+        name: bytes,
+        *,
+        key: Hashable = None,
+        ttl_s: float | None = None,
+        fraction: float | None = None,
+    ) -> bool:
         """Keep the path to a node from eviction; False if that is over the pin budget or the node is gone.
 
         `key` names the pin for `unpin` (default: the node's name); the oldest pins give way to new ones.
+        `fraction`: the share of a tier that pins may take, if it is not the store's.
         """
-        return self._catalog.pin(("user", name if key is None else key), name, ttl_s)
+        chosen = ("user", name if key is None else key)
+        return self._catalog.pin(chosen, name, ttl_s=ttl_s, fraction=fraction)
 
     def unpin(self, key: Hashable) -> bool:
         """End a pin; False if there was none."""
@@ -261,6 +268,7 @@ class KvStore:
     async def remove_tier(self, name: str) -> None:
         """Flush, then stop a tier. Its files stay and are found again when it is added again."""
         state = self._tiers.named(name)
+        state.closing = True
         await self.flush()
         await self._tiers.remove(state)
 
@@ -336,9 +344,11 @@ class KvStore:
     async def close(self) -> None:
         """Take no more saves, flush, give up the tiers' locks. What is in RAM only is gone after."""
         self._saver.closed = True
-        await self.flush()
-        for state in self._tiers:
-            await self._run(state.tier.close)
+        try:
+            await self.flush()
+        finally:
+            for state in self._tiers:
+                state.tier.close()  # two quick calls; a thread could not be waited for any more
 
     # --- numbers ----------------------------------------------------------------------------------
 

@@ -52,6 +52,7 @@ class TierState:
     tier: FileTier
     bucket: TokenBucket
     on: bool = False
+    closing: bool = False
     failures: int = 0
     retry_at: float = 0.0
     error: str | None = None
@@ -79,8 +80,13 @@ class TierState:
 
     @property
     def writable(self) -> bool:
-        """Whether it takes saves."""
+        """Whether it can be written."""
         return self.on and not self.tier.root.read_only
+
+    @property
+    def accepts(self) -> bool:
+        """Whether it takes new saves: not while it is being removed."""
+        return self.writable and not self.closing
 
 
 class TierSet:
@@ -161,6 +167,8 @@ class TierSet:
         del self._states[state.slot]
         catalog.off.discard(state.slot)
         catalog.tier_max.pop(state.slot, None)
+        for other in self._states.values():
+            other.tier.root.distrust()  # it may hold files of nodes that were served from here
         await self._run(state.tier.close)
 
     def fail(self, state: TierState, error: BaseException) -> None:
@@ -188,6 +196,8 @@ class TierSet:
             if not state.on:
                 continue
             try:
+                if not await self._run(state.tier.root.has_foreign_changes):
+                    continue
                 known = self._catalog.known_parts(state.slot)
                 found = await self._run(state.tier.look, known, self._catalog.clock())
             except OSError as broken:
@@ -195,8 +205,7 @@ class TierSet:
             except TierBusy:
                 continue
             else:
-                if found is not None:
-                    await self.apply(state, found)
+                await self.apply(state, found)
 
     async def apply(self, state: TierState, found: Scan) -> None:
         """Bring the index in line with a listing."""

@@ -137,12 +137,21 @@ class Writer:
     # --- choosing ---------------------------------------------------------------------------------
 
     def _next_group(self) -> list[Job]:
+        """Jobs that may be written together now; those that never may are refused on the way."""
+        while True:
+            n_before = len(self._queue)
+            group = self._choose()
+            if group or len(self._queue) == n_before:
+                return group  # otherwise refusals have decided about others: look again
+
+    def _choose(self) -> list[Job]:
         group: list[Job] = []
         n_bytes = 0
+        waiting = {name for name, _ in (*self._queue, *self._flying)}
         for job in list(self._queue.values()):
             if group and (job.slot != group[0].slot or n_bytes + job.n_bytes > GROUP_BYTES):
                 continue
-            ready = self._is_ready(job, group)
+            ready = self._is_ready(job, group, waiting)
             if ready is None:
                 self._flying[job.ref] = self._queue.pop(job.ref)
                 self._finish(job, Refusal.NO_PARENT)
@@ -155,7 +164,7 @@ class Writer:
             self._flying[job.ref] = self._queue.pop(job.ref)
         return group
 
-    def _is_ready(self, job: Job, group: Sequence[Job]) -> bool | None:
+    def _is_ready(self, job: Job, group: Sequence[Job], waiting: set[bytes]) -> bool | None:
         """Whether a job may be written now; None if it never may: it or its parent is gone."""
         catalog, tree = self._catalog, self._catalog.tree
         if not catalog.part_of(job.ref) or job.ref in catalog.abandoned:
@@ -168,8 +177,7 @@ class Writer:
         name = tree.names.name(parent)
         if any(other.ref[0] == name for other in group):
             return True
-        waits = any(ref[0] == name for ref in (*self._queue, *self._flying))
-        return False if waits else None
+        return False if name in waiting else None
 
     # --- writing ----------------------------------------------------------------------------------
 

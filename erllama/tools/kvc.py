@@ -109,7 +109,7 @@ def stats(args: argparse.Namespace) -> int:
     files = [read_file(path) for path in expand([args.path])]
     nodes = build_nodes(files)
     shared = [node for node in nodes.values() if len(node.children) > 1]
-    hits = read_journals(_tier(args.path).root)
+    hits = read_journals(_tier(args.path).root, everybody=True)
     totals = {
         "files": len(files),
         "bytes": sum(file.n_bytes for file in files),
@@ -151,7 +151,7 @@ def _tier(path: str) -> FileTier:
 def gc(args: argparse.Namespace) -> int:
     """Remove temporaries of dead processes, orphans and damaged heads."""
     tier = _open(args.path)
-    found, _, removed = tier.start(KnownParts(b"", (), ()), time.time())
+    found, _, removed = tier.start(KnownParts(), time.time())
     tier.close()
     result = {"removed": removed, "quarantined": sum(found.rejected.values()), "nodes": len(found.found)}
     if args.json:

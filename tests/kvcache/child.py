@@ -63,7 +63,7 @@ def work(root: str, seed: int, n: int, done: Connection) -> None:
 def die_as_evictor(root: str, started: Connection) -> None:
     """Take the removing lock, say so, and wait to be killed."""
     tier = FileTier(DiskTier("kv", root, DISK_BYTES))
-    tier.start(KnownParts(b"", (), ()), 0.0)
+    tier.start(KnownParts(), 0.0)
     lock = tier.root.lock_removing()
     started.send(os.getpid())
     started.recv()

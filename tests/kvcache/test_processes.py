@@ -44,7 +44,7 @@ def spawn():
 def recover(root: pathlib.Path) -> int:
     """Open the folder as the next process would; all in it must be whole. Returns the number of parts."""
     tier = FileTier(DiskTier("kv", str(root), child.DISK_BYTES))
-    found, _, _ = tier.start(KnownParts(b"", (), ()), 4e9)
+    found, _, _ = tier.start(KnownParts(), 4e9)
     ids = {part.id for part in found.found}
     assert not found.rejected
     assert check_files(tier, ids) == []
