@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .tree import Tree
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: hundreds are made per walk, and a frozen one costs three times as much
 class Place:
     """A node on the prompt's way: it covers the prompt from `before` to (`token_pos`, `byte_pos`).
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import random
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -916,3 +917,128 @@ async def test_identities_do_not_mix_in_one_store() -> None:
         match = await b.store.find(Identity(shape_hash=b"y"), Prompt.of(range(4)))
         assert match.n_tokens == 0
         assert match.ids.dtype == np.int32
+
+
+async def test_one_node_on_two_tiers(tmp_path: pathlib.Path) -> None:
+    """Two folders that hold the same conversations: served from one, and from the other when that leaves."""
+    for name in ("a", "b"):
+        async with bench(tmp_path / name) as b:
+            await b.save_path(range(8), tier="kv")
+            await b.settle()
+    tiers = [DiskTier(name, str(tmp_path / name), 1 << 20) for name in ("a", "b")]
+    async with bench() as b:
+        for tier in tiers:
+            await b.store.add_tier(tier)
+        assert b.store.statistics().n_nodes == 2
+        await b.settle()
+        await b.save([*range(4)], tier="b")
+        await b.save_path([*range(8), 20], tier="b")
+        await b.settle()
+        assert b.tier("a").n_parts == 3, "a child goes where its parent is"
+        await b.store.remove_tier("a")
+        await b.store.housekeeping()
+        assert await b.read(range(8)) == 8
+        await b.settle()
+
+
+async def test_saves_during_the_removal_of_a_tier(tmp_path: pathlib.Path) -> None:
+    """K5: what comes while a tier is being taken away stays in RAM; nothing hangs, nothing fails."""
+    async with bench(tmp_path) as b:
+        await b.save_path(range(8), tier="kv")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(b.store.remove_tier, "kv")
+            await trio.lowlevel.checkpoint()
+            late = await b.save([20], tier="kv")
+        assert late is not None
+        assert late.stored
+        assert await b.read([20]) == 1
+        assert await b.read(range(8)) == 8
+        assert await b.store.check() == []
+
+
+async def test_a_node_computed_again_while_its_tier_is_off(
+    tmp_path: pathlib.Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    """K6: what is on a tier that is off is served from a copy just computed, later from the tier again."""
+    files = FailingFiles(errno.EIO, call="write")
+    files.on = False
+    async with bench(tmp_path, files=files) as b:
+        await b.save_path(range(8), tier="kv")
+        await b.settle()
+        await b.store.evict_bytes(1 << 30, ["ram"])
+        files.on = True
+        await b.save([20], tier="kv")
+        await b.store.flush()
+        assert await b.read(range(8)) == 0
+        await b.save_path(range(8), tier="kv")
+        assert await b.read(range(8)) == 8
+        files.on = False
+        await trio.sleep(5)
+        await b.settle()
+        assert await b.read(range(8)) == 8
+
+
+async def test_pins_by_policy_and_load_many(tmp_path: pathlib.Path) -> None:
+    """K33: an agent's prefix is pinned within its policy's share; a whole path can be loaded at once."""
+    tight = SavePolicy(min_tokens=0, cold_min_tokens=0, pin_fraction=0.0)
+    async with bench(tmp_path) as b:
+        await b.save([1], tier="kv", reason=SaveReason.AGENT_PREFIX, policy=tight)
+        assert b.store.statistics().pins == 0
+        await b.save_path(range(20), tier="kv")
+        await b.settle()
+        await b.store.evict_bytes(1 << 30, ["ram"])
+        match = await b.store.find(IDENTITY, Prompt.of(range(20)))
+        with b.store.lease(match) as lease:
+            views = await lease.load_many(range(5), at_once=3)
+            assert [view is not None and len(view) for view in views] == [PART_BYTES] * 5
+
+
+async def test_the_longest_of_two_lives_counts() -> None:
+    """X26: a node saved with a time to live and again without one does not expire."""
+    clock = Clock()
+    async with bench(clock=clock) as b:
+        await b.save([1], ttl_s=10)
+        await b.save([2], ttl_s=10)
+        await b.save([1])
+        await b.save([2], ttl_s=100)
+        clock.now += 50
+        assert await b.read([1]) == 1
+        assert await b.read([2]) == 1
+        clock.now += 51
+        assert await b.read([2]) == 0
+
+
+async def test_random_outcomes_leak_nothing(tmp_path: pathlib.Path) -> None:
+    """R7: a thousand mixed operations with errors and cancellations; every gauge returns to its baseline."""
+    rng = random.Random(11)
+    files = FailingFiles(errno.ENOSPC)
+    files.on = False
+    async with bench(
+        tmp_path, files=files, ram_bytes=90_000, disk_bytes=15 * PART_BYTES, writer_max_bytes=4 * PART_BYTES
+    ) as b:
+
+        async def one() -> None:
+            ids = [*range(4), rng.randrange(6), *([rng.randrange(9)] * rng.randrange(6))]
+            await rng.choice([b.read, b.read, lambda i: b.save_path(i, tier="kv"), b.save_path])(ids)
+
+        for _ in range(250):
+            files.at = len(files.calls) + rng.randrange(1, 60)
+            files.on = rng.random() < 0.3
+            async with trio.open_nursery() as nursery:
+                for _ in range(4):
+                    nursery.start_soon(one)
+                for _ in range(rng.randrange(12)):
+                    await trio.lowlevel.checkpoint()
+                if rng.random() < 0.3:
+                    nursery.cancel_scope.cancel()
+        files.on = False
+        await b.settle()
+        stats = b.store.statistics()
+        assert (stats.leases, stats.loads_in_flight, stats.writes_queued, stats.write_queue_bytes) == (0,) * 4
+        assert b.tier().on
+        await b.store.gc()
+        await b.settle()
+        catalog = b.store._catalog
+        assert b.store.statistics().arena.used_bytes == catalog._index_charge + b.store._finder.heads._bytes
+        assert not catalog.busy
+        assert not catalog.abandoned
