@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from erllama.kvcache.arena import Arena
-from erllama.kvcache.filetier import FileTier, KnownParts
+from erllama.kvcache.columns import PartColumns
+from erllama.kvcache.filetier import FileTier
 from erllama.kvcache.key import Identity, Prompt, as_tokens
 from erllama.kvcache.kinds import ROOT_NAME, PartKind
 from erllama.kvcache.meta import NodeMeta
@@ -120,7 +121,7 @@ def bench_lookup(results: dict[str, float]) -> None:
 def bench_scan(root: str, results: dict[str, float]) -> None:
     """Start-up: header and metadata of 10,000 files, index built."""
     tier = FileTier(DiskTier("kv", root, 1 << 40))
-    tier.start(KnownParts(), time.time())
+    tier.start(PartColumns(), time.time())
     metas: list[NodeMeta] = []
     group = []
     for i in range(10_000):
@@ -132,7 +133,7 @@ def bench_scan(root: str, results: dict[str, float]) -> None:
 
     def start() -> None:
         fresh = FileTier(DiskTier("kv", root, 1 << 40))
-        found, _, _ = fresh.start(KnownParts(), time.time())
+        found, _, _ = fresh.start(PartColumns(), time.time())
         tree = Tree()
         heads = {item.meta.name: item.meta for item in found.found}
         for item in found.found:
@@ -153,7 +154,7 @@ def bench_copy(root: str, results: dict[str, float]) -> None:
         assert buffer is not None
         buffer.view[:] = bytes(PART_BYTES)
     tier = FileTier(DiskTier("kv", root, 1 << 40))
-    tier.start(KnownParts(), time.time())
+    tier.start(PartColumns(), time.time())
     source = [arena.try_take(PART_BYTES) for _ in range(n)]
     target = [arena.try_take(PART_BYTES) for _ in range(n)]
     for i, buffer in enumerate(source + target):
@@ -246,7 +247,7 @@ def timed(run: Callable[[int], None], i: int) -> float:
 def bench_group(root: str, results: dict[str, float]) -> None:
     """64 parts of 6 MB, durable: in one group, and one by one; alternating, medians."""
     tier = FileTier(DiskTier("kv", root, 1 << 40))
-    tier.start(KnownParts(), time.time())
+    tier.start(PartColumns(), time.time())
     metas = [make_node(None) for _ in range(64)]
     view = memoryview(os.urandom(PART_BYTES))
     times: dict[bool, list[float]] = {True: [], False: []}

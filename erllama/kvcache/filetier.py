@@ -9,45 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from .files import Files
 from .journal import Hits, drop_dead_journals, read_journals, write_journal
-from .kinds import NAME_BYTES, PartKind
 from .publish import Outcome, Outgoing, publish
 from .read import read_head, read_part
 from .recover import Scan, quarantine_file, scan, sweep
 from .root import Root, TierBusy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
+    from .columns import PartColumns
     from .header import Header
+    from .kinds import PartKind
     from .meta import NodeMeta
     from .recover import PartId
     from .tiers import FileTierOptions, TierKind
 
 log = logging.getLogger(__name__)
-Column = Sequence[int] | NDArray[Any]
-
-
-class KnownParts:
-    """What the index holds of one tier, as raw columns: the event loop copies them, a thread unpacks them."""
-
-    def __init__(self, names: bytes = b"", nodes: Column = (), kinds: Column = ()) -> None:
-        self._names, self._nodes, self._kinds = names, np.asarray(nodes), np.asarray(kinds)
-
-    def ids(self) -> set[PartId]:
-        """Name and kind of each part."""
-        names, width = self._names, NAME_BYTES
-        return {
-            (names[node * width : node * width + width], PartKind(kind))
-            for node, kind in zip(self._nodes.tolist(), self._kinds.tolist(), strict=True)
-        }
 
 
 class FileTier:
@@ -70,7 +51,7 @@ class FileTier:
         """Disk or memory-backed."""
         return self.options.kind
 
-    def start(self, known: KnownParts, now: float) -> tuple[Scan, Hits, int]:
+    def start(self, known: PartColumns, now: float) -> tuple[Scan, Hits, int]:
         """Open the folder and find out what is in it; remove leftovers unless another process is removing.
 
         Returns: the scan, the merged hit counts, and how many leftovers were removed.
@@ -90,13 +71,13 @@ class FileTier:
         except TierBusy:
             return scan(self.root, ids, now=now), read_journals(self.root), 0
 
-    def refresh(self, known: KnownParts, now: float) -> Scan:
+    def refresh(self, known: PartColumns, now: float) -> Scan:
         """What other processes added and removed; sweeps. Call with the removing lock held."""
         found = scan(self.root, known.ids(), now=now)
         sweep(self.root, found)
         return found
 
-    def look(self, known: KnownParts, now: float) -> Scan:
+    def look(self, known: PartColumns, now: float) -> Scan:
         """What other processes added and removed; takes no lock and removes nothing."""
         return scan(self.root, known.ids(), now=now)
 
@@ -137,11 +118,11 @@ class FileTier:
             with contextlib.suppress(FileNotFoundError):
                 self.root.files.touch(self.root.target(name, kind), seconds)
 
-    def write_journal(self, hits: Hits) -> None:
-        """Replace this process's hit journal."""
+    def write_journal(self, parts: PartColumns) -> None:
+        """Replace this process's hit journal with the hits of these parts."""
         if self.root.read_only:
             return
-        write_journal(self.root, hits)
+        write_journal(self.root, parts.hits())
 
     def close(self) -> None:
         """Give up this process's hold on the folder."""

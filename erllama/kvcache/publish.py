@@ -216,6 +216,9 @@ def _meet_existing(root: Root, item: _Staged) -> Outcome:
     try:
         header, meta = read_head(root.files, item.target)
         same = meta.name == part.meta.name and header.kind is part.kind
+        # Equal tokens computed otherwise are other bytes: the index must be right about what the file holds.
+        same = same and header.provenance is part.meta.provenance
+        same = same and meta.identity.compute_hash == part.meta.identity.compute_hash
         if same and header.payload_bytes == len(part.payload):
             return Outcome.ADOPTED
         old_bytes = header.file_bytes

@@ -23,7 +23,7 @@ def tier_statistics(catalog: Catalog, tiers: TierSet) -> tuple[TierStatistics, .
     """All tiers, RAM first."""
     columns = catalog.tree.parts.columns()
     home, node = columns["home"], columns["node"]
-    pinned = catalog.pinned_bytes()
+    pinned = catalog.pins.bytes_by_slot()
 
     def n_parts(slot: int) -> int:
         return int(((home == slot) & (node != 0)).sum())

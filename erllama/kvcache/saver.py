@@ -94,6 +94,7 @@ class Saver:
             meta = self._meta(draft)
             refusal = self._gate(draft, meta)
             if refusal is None:
+                self._give_way(meta)
                 row = await self._insert(meta)
                 if row is not None:
                     return self._keep(draft, meta, row, buffers, tier)
@@ -135,6 +136,16 @@ class Saver:
             return None if self._sightings.seen_before(meta.name) else Refusal.FIRST_SIGHTING
         return refusal
 
+    def _give_way(self, meta: NodeMeta) -> None:
+        """A canonical node takes the place of one that is not, if nothing hangs behind that or holds it."""
+        catalog = self._catalog
+        row = catalog.tree.find(meta.name)
+        if row is None or meta.provenance is not Provenance.CANONICAL or not catalog.tree.is_leaf(row):
+            return
+        if catalog.tree.is_canonical(row, meta.identity.compute_hash) or catalog.is_held(row):
+            return
+        self._tiers.discard(catalog.drop_subtree(row))
+
     async def _insert(self, meta: NodeMeta) -> int | None:
         heads: dict[bytes, NodeMeta] = {}
         while True:
@@ -172,7 +183,7 @@ class Saver:
             self._counters.saves[draft.reason] += 1
         if draft.reason is SaveReason.AGENT_PREFIX:
             fraction = draft.policy.pin_fraction if draft.policy else None
-            catalog.pin(("agent", meta.name), meta.name, fraction=fraction)
+            catalog.pins.pin(("agent", meta.name), meta.name, fraction=fraction)
         if state is not None and not state.bucket.try_take(n_bytes):
             state, refusal = None, Refusal.WRITE_RATE
         jobs = self._writer.submit(row, state.slot) if state is not None else []

@@ -55,7 +55,7 @@ class Simulation:
         self._catalog = Catalog(
             Arena(1 << 62), lambda: self._now, cost=cost or PrefillCost(), pin_fraction=pin_fraction
         )
-        self._catalog.tier_max[SLOT] = max_bytes
+        self._catalog.pins.tier_max[SLOT] = max_bytes
         self._max = max_bytes
         self._used = 0
         self._spaces: dict[int, Identity] = {}

@@ -209,16 +209,23 @@ class KvStore:
         `fraction`: the share of a tier that pins may take, if it is not the store's.
         """
         chosen = ("user", name if key is None else key)
-        return self._catalog.pin(chosen, name, ttl_s=ttl_s, fraction=fraction)
+        return self._catalog.pins.pin(chosen, name, ttl_s=ttl_s, fraction=fraction)
 
     def unpin(self, key: Hashable) -> bool:
         """End a pin; False if there was none."""
         return self._catalog.pins.remove(("user", key))
 
+    def list_pins(self) -> list[tuple[Hashable, bytes, float | None]]:
+        """Key, node name and end (seconds since the epoch, None: never) of each pin, longest unused first.
+
+        Keys are pairs of what made the pin ("user", "agent", "live") and its own key.
+        """
+        return [(key, pin.name, pin.until) for key, pin in self._catalog.pins.items()]
+
     def set_live_key(self, owner: Hashable, name: bytes | None) -> bool:
         """Pin what a live sequence stands on; replaces the owner's former one. None: release it."""
         self._catalog.pins.remove(("live", owner))
-        return name is None or self._catalog.pin(("live", owner), name)
+        return name is None or self._catalog.pins.pin(("live", owner), name)
 
     # --- making room ------------------------------------------------------------------------------
 

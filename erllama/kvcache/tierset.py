@@ -127,7 +127,7 @@ class TierSet:
         state = TierState(self._next_slot, tier, TokenBucket(rate, rate * 60, self._catalog.clock))
         self._next_slot += 1
         self._states[state.slot] = state
-        self._catalog.tier_max[state.slot] = tier.options.max_bytes
+        self._catalog.pins.tier_max[state.slot] = tier.options.max_bytes
         self._catalog.off.add(state.slot)
         await self._start(state)
         return state
@@ -166,7 +166,7 @@ class TierSet:
                     break
         del self._states[state.slot]
         catalog.off.discard(state.slot)
-        catalog.tier_max.pop(state.slot, None)
+        catalog.pins.tier_max.pop(state.slot, None)
         for other in self._states.values():
             other.tier.root.distrust()  # it may hold files of nodes that were served from here
         await self._run(state.tier.close)

@@ -19,7 +19,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from erllama.kvcache.filetier import FileTier, KnownParts
+from erllama.kvcache.columns import PartColumns
+from erllama.kvcache.filetier import FileTier
 from erllama.kvcache.journal import read_journals
 from erllama.kvcache.lookuplog import read_log
 from erllama.kvcache.root import TierBusy
@@ -151,7 +152,7 @@ def _tier(path: str) -> FileTier:
 def gc(args: argparse.Namespace) -> int:
     """Remove temporaries of dead processes, orphans and damaged heads."""
     tier = _open(args.path)
-    found, _, removed = tier.start(KnownParts(), time.time())
+    found, _, removed = tier.start(PartColumns(), time.time())
     tier.close()
     result = {"removed": removed, "quarantined": sum(found.rejected.values()), "nodes": len(found.found)}
     if args.json:

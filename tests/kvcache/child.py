@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from erllama.kvcache.filetier import FileTier, KnownParts
+from erllama.kvcache.columns import PartColumns
+from erllama.kvcache.filetier import FileTier
 from erllama.kvcache.tiers import DiskTier
 
 from .stores import PART_BYTES, bench
@@ -63,7 +64,7 @@ def work(root: str, seed: int, n: int, done: Connection) -> None:
 def die_as_evictor(root: str, started: Connection) -> None:
     """Take the removing lock, say so, and wait to be killed."""
     tier = FileTier(DiskTier("kv", root, DISK_BYTES))
-    tier.start(KnownParts(), 0.0)
+    tier.start(PartColumns(), 0.0)
     lock = tier.root.lock_removing()
     started.send(os.getpid())
     started.recv()

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from erllama.kvcache.check import check_files
-from erllama.kvcache.filetier import FileTier, KnownParts
+from erllama.kvcache.columns import PartColumns
+from erllama.kvcache.filetier import FileTier
 from erllama.kvcache.tiers import DiskTier
 
 from . import child
@@ -44,7 +45,7 @@ def spawn():
 def recover(root: pathlib.Path) -> int:
     """Open the folder as the next process would; all in it must be whole. Returns the number of parts."""
     tier = FileTier(DiskTier("kv", str(root), child.DISK_BYTES))
-    found, _, _ = tier.start(KnownParts(), 4e9)
+    found, _, _ = tier.start(PartColumns(), 4e9)
     ids = {part.id for part in found.found}
     assert not found.rejected
     assert check_files(tier, ids) == []

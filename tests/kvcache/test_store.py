@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import math
 import os
@@ -15,7 +16,7 @@ import trio
 from erllama.errors import InvalidConfig, InvalidOption
 from erllama.kvcache.files import Files
 from erllama.kvcache.key import Identity, Prompt
-from erllama.kvcache.kinds import PartKind, Refusal, SaveReason
+from erllama.kvcache.kinds import PartKind, Provenance, Refusal, SaveReason
 from erllama.kvcache.policy import SavePolicy
 from erllama.kvcache.store import open_store
 from erllama.kvcache.tiers import DiskTier, RamFileTier, RamTier
@@ -1042,3 +1043,45 @@ async def test_random_outcomes_leak_nothing(tmp_path: pathlib.Path) -> None:
         assert b.store.statistics().arena.used_bytes == catalog._index_charge + b.store._finder.heads._bytes
         assert not catalog.busy
         assert not catalog.abandoned
+
+
+async def test_canonical_nodes_need_an_equal_compute_hash() -> None:
+    """K1, D5: the compute hash matters for canonical look-ups, and only for them."""
+    here = dataclasses.replace(IDENTITY, compute_hash=b"avx512")
+    there = dataclasses.replace(IDENTITY, compute_hash=b"amx")
+    async with bench() as b:
+        await b.save(range(4), identity=here, provenance=Provenance.CANONICAL)
+        prompt = Prompt.of(range(4))
+        assert (await b.store.find(there, prompt)).n_tokens == 4
+        assert (await b.store.find(here, prompt, canonical=True)).n_tokens == 4
+        assert (await b.store.find(there, prompt, canonical=True)).n_tokens == 0
+
+
+async def test_a_canonical_node_takes_the_place_of_another(tmp_path: pathlib.Path) -> None:
+    """D5: equal tokens computed otherwise are other bytes; the file is replaced, the index says so."""
+    async with bench(tmp_path) as b:
+        await b.save(range(4), tier="kv", provenance=Provenance.DECODED)
+        await b.settle()
+        await b.save(range(4), tier="kv", provenance=Provenance.CANONICAL)
+        await b.settle()
+        match = await b.store.find(IDENTITY, Prompt.of(range(4)), canonical=True)
+        assert match.nodes[0].provenance is Provenance.CANONICAL
+        await b.save(range(4), tier="kv", provenance=Provenance.DECODED)
+        await b.settle()
+        assert b.store.statistics().n_nodes == 1
+    async with bench(tmp_path) as b:
+        assert (await b.store.find(IDENTITY, Prompt.of(range(4)), canonical=True)).n_tokens == 4
+
+
+async def test_pins_are_shown() -> None:
+    """X7: who pinned what, until when."""
+    clock = Clock(1000.0)
+    async with bench(clock=clock) as b:
+        saved = await b.save([1])
+        assert saved is not None
+        b.store.pin(saved.name, key="tools", ttl_s=5)
+        b.store.set_live_key(7, saved.name)
+        assert b.store.list_pins() == [
+            (("user", "tools"), saved.name, 1005.0),
+            (("live", 7), saved.name, None),
+        ]

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
 import subprocess
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import pytest
 import trio
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-
 from kvcache.stores import PART_BYTES, Clock, bench
 
 from erllama.kvcache.key import control_piece
 from erllama.kvcache.kinds import PartKind
 from erllama.tools.kvc import main
 from erllama.tools.preview import parse_bytes, show_bytes, show_text
+
+if TYPE_CHECKING:
+    import pathlib
 
 
 @pytest.fixture
