@@ -12,7 +12,7 @@ from erllama.errors import InvalidOption, UnknownOption
 from erllama.kvcache.kinds import NodeFlag, PartKind, Refusal, SaveReason
 from erllama.kvcache.parts import RAM
 from erllama.kvcache.pins import PinBoard
-from erllama.kvcache.planner import Plan, Want, newcomer_score, plan_evictions
+from erllama.kvcache.planner import Plan, Want, _Planner, newcomer_score, plan_evictions
 from erllama.kvcache.policy import SavePolicy, SecondSighting, TokenBucket, cut_blocks, legal_cut
 from erllama.kvcache.score import HALF_LIFE_S, PrefillCost, add_hit, reuse
 
@@ -40,6 +40,16 @@ def add(model: Model, meta, size=100, used=NOW, kind=PartKind.BASE, home=DISK, h
     return part
 
 
+def check_keys(model: Model, parts: list[int]) -> None:
+    """One part at a time or all at once: the same keys."""
+    for slot in (RAM, DISK):
+        protected = {model.tree.parts.node[parts[0]]}
+        want = Want(slot=slot, n_bytes=1, now=NOW, cost_of=lambda row: 1, protected=protected)
+        planner = _Planner(model.tree, want)
+        columns = {name: column[parts] for name, column in model.tree.parts.columns().items()}
+        assert planner._keys(columns).tolist() == pytest.approx([planner._key(part) for part in parts])
+
+
 @settings(max_examples=80, deadline=None)
 @given(st.randoms(), st.integers(1, 40), st.integers(1, 3000), st.booleans())
 def test_what_is_left_is_closed(rng: random.Random, n: int, n_bytes: int, force: bool) -> None:
@@ -51,8 +61,9 @@ def test_what_is_left_is_closed(rng: random.Random, n: int, n_bytes: int, force:
         metas.append(meta)
         add(model, meta, rng.randrange(1, 200), NOW - rng.randrange(10**6), hits=rng.random() * 5)
         if rng.random() < 0.3:
-            add(model, meta, rng.randrange(1, 50), kind=PartKind.STATE)
+            add(model, meta, rng.randrange(1, 50), kind=rng.choice([PartKind.STATE, PartKind.WHOLE]))
     parts = [p for row in model.tree.rows() for p in model.tree.part_rows(row)]
+    check_keys(model, parts)
     locked = set(rng.sample(parts, len(parts) // 5))
     protected = {model.tree.parts.node[p] for p in rng.sample(parts, len(parts) // 5)}
     chosen = plan(model, n_bytes, locked=locked, protected=protected, force=force)
