@@ -156,11 +156,15 @@ class Catalog:
     # --- adding -----------------------------------------------------------------------------------
 
     def parent_row(self, meta: NodeMeta) -> int | None:
-        """Where a node belongs: its parent's row, or its identity's root; None if the parent is gone."""
+        """Where a node belongs: its parent's row, or its identity's root; None if that is gone or going."""
         if meta.parent == ROOT_NAME:
             return self.tree.add_root(meta.identity) if meta.start == 0 else None
         row = self.tree.find(meta.parent)
-        if row is None or self.tree.end(row) != meta.start:
+        if (
+            row is None
+            or self.tree.end(row) != meta.start
+            or self.doomed.issuperset(self.tree.part_rows(row))
+        ):
             return None
         return row
 

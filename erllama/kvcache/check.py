@@ -14,6 +14,7 @@ from .root import TierBusy
 
 if TYPE_CHECKING:
     from .catalog import Catalog
+    from .evictor import Evictor
     from .filetier import FileTier
     from .recover import PartId
     from .runner import Runner
@@ -97,7 +98,9 @@ def check_files(tier: FileTier, known: set[PartId]) -> list[Finding]:
     return found
 
 
-async def check_store(catalog: Catalog, tiers: TierSet, *, run: Runner, fix: bool) -> list[Finding]:
+async def check_store(
+    catalog: Catalog, tiers: TierSet, evictor: Evictor, *, run: Runner, fix: bool
+) -> list[Finding]:
     """All findings; with `fix`, files are brought in order and the index with them. Best when idle."""
     await tiers.empty_trash()
     found = check_index(catalog)
@@ -109,7 +112,7 @@ async def check_store(catalog: Catalog, tiers: TierSet, *, run: Runner, fix: boo
         files = [finding for finding in files if not _is_served_elsewhere(catalog, state, finding)]
         found += files
         if fix and files:
-            await _fix(catalog, tiers, state, files)
+            await _fix(tiers, evictor, state, files)
     return found
 
 
@@ -130,11 +133,11 @@ def _check_locked(tier: FileTier, known: set[PartId]) -> list[Finding]:
         return [Finding("busy", tier.root.path, "another process is removing files")]
 
 
-async def _fix(catalog: Catalog, tiers: TierSet, state: TierState, files: list[Finding]) -> None:
+async def _fix(tiers: TierSet, evictor: Evictor, state: TierState, files: list[Finding]) -> None:
     for finding in files:
         part = parse_file_name(os.path.basename(finding.where))
         if part is not None and finding.kind in ("damaged", "missing"):
             what = "missing" if finding.kind == "missing" else "payload"
             tiers.damaged(part, Damaged(what, finding.detail), slot=state.slot)
     await tiers.empty_trash()
-    await tiers.resync(state)
+    await evictor.resync(state)

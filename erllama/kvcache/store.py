@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -22,6 +21,7 @@ import trio
 from .arena import Arena
 from .catalog import Catalog
 from .check import Finding, check_store
+from .evictor import Evictor
 from .filetier import FileTier
 from .finder import Finder
 from .header import Damaged
@@ -29,46 +29,28 @@ from .kinds import PartKind
 from .loader import Loader
 from .lookuplog import LookupLog
 from .match import Lease, Match
+from .options import StoreOptions
 from .report import dump_nodes, store_statistics, tier_statistics
 from .room import RamRoom
 from .runner import Runner, ThreadRunner
 from .saver import Draft, Saved, Saver
-from .score import PrefillCost
 from .stats import Counters, StoreStatistics, TierStatistics
-from .tiers import RAM_TIER, FileTierOptions, RamTier, TierKind
+from .tiers import RAM_TIER, FileTierOptions, TierKind
 from .tierset import TierSet
 from .writer import Writer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Collection, Hashable, Iterator, Sequence
 
     from .arena import Buffer
-    from .files import Files
     from .key import Identity, Prompt
+    from .score import PrefillCost
     from .tierset import TierState
 
 log = logging.getLogger(__name__)
 HOUSEKEEPING_S = 1.0
 JOURNAL_EVERY_S = 30.0
 _ALL_BYTES = 1 << 62
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreOptions:
-    """How a store runs. `clock`: seconds since the epoch. `run`, `files`: for tests."""
-
-    ram: RamTier = field(default_factory=RamTier)
-    tiers: Sequence[FileTierOptions] = ()
-    writer_max_concurrent: int = 2
-    writer_max_bytes: int = 256 << 20
-    n_threads: int = 4
-    shutdown_s: float = 30.0
-    pin_fraction: float = 0.25
-    cost: PrefillCost = field(default_factory=PrefillCost)
-    lookup_log: str | None = None
-    clock: Callable[[], float] = time.time
-    run: Runner | None = None
-    files: Files | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +74,12 @@ class KvStore:
             self._arena, options.clock, cost=options.cost, pin_fraction=options.pin_fraction
         )
         self._tiers = TierSet(self._catalog, self._run, self._counters)
+        self._evictor = Evictor(self._catalog, self._tiers, self._run)
         self._room = RamRoom(self._catalog, self._tiers)
         self._writer = Writer(
             self._catalog,
             self._tiers,
+            self._evictor,
             run=self._run,
             counters=self._counters,
             max_bytes=options.writer_max_bytes,
@@ -241,7 +225,7 @@ class KvStore:
                 n_parts, freed = n_parts + n, freed + size
             for state in self._tiers:
                 if freed < n_bytes and state.writable and self._chosen(*_labels(state), tiers):
-                    n, size = await self._tiers.evict(state, n_bytes - freed, force=force)
+                    n, size = await self._evictor.evict(state, n_bytes - freed, force=force)
                     n_parts, freed = n_parts + n, freed + size
         return Evicted(n_parts, freed, before - self._catalog.tree.n_nodes)
 
@@ -260,7 +244,7 @@ class KvStore:
         self._room.evict(_ALL_BYTES, force=False)
         for state in self._tiers:
             if state.writable:
-                await self._tiers.evict(state, _ALL_BYTES, force=False)
+                await self._evictor.evict(state, _ALL_BYTES, force=False)
         return before - self._catalog.tree.n_nodes
 
     # --- tiers ------------------------------------------------------------------------------------
@@ -271,6 +255,7 @@ class KvStore:
         Raises: `InvalidConfig` if its name or folder is taken.
         """
         await self._tiers.add(FileTier(options, self._options.files))
+        await self._evictor.keep_budgets()
 
     async def remove_tier(self, name: str) -> None:
         """Flush, then stop a tier. Its files stay and are found again when it is added again."""
@@ -295,6 +280,7 @@ class KvStore:
         """One round of upkeep: failed tiers, other processes' changes, expired nodes, dead files."""
         await self._tiers.heal()
         await self._tiers.look()
+        await self._evictor.keep_budgets()
         for row in self._catalog.expired():
             if row in self._catalog.expires:
                 self._tiers.discard(self._catalog.drop_subtree(row))
@@ -332,7 +318,7 @@ class KvStore:
 
     async def check(self, *, fix: bool = False) -> list[Finding]:
         """Every inconsistency between index, RAM and files; payloads are read. `fix`: repair them."""
-        return await check_store(self._catalog, self._tiers, run=self._run, fix=fix)
+        return await check_store(self._catalog, self._tiers, self._evictor, run=self._run, fix=fix)
 
     async def start(self) -> None:
         """Start the tiers; `open_store` does this. Raises: `InvalidConfig`."""
@@ -388,7 +374,7 @@ async def open_store(options: StoreOptions | None = None, **overrides: Any) -> A
 
     Raises: `InvalidConfig`, `InvalidOption` for tiers that cannot be.
     """
-    options = dataclasses.replace(options or StoreOptions(), **overrides)
+    options = StoreOptions(**overrides) if options is None else dataclasses.replace(options, **overrides)
     store = KvStore(options)
     await store.start()
     error: Exception | None = None

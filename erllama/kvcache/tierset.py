@@ -1,11 +1,10 @@
-"""All running file tiers: their state, their failures and recovery, and room made in them.
+"""All running file tiers: their state, their failures and recovery, and the trash they empty.
 
 A tier that fails is switched off, counted, and started again with back-off; what it holds stays in the index
 but is not handed out meanwhile. Other tiers are not touched.
-Rule 1: files are removed only here, and only with the tier's removing lock held.
-Rule 2: an evicted part is doomed before its file goes and dropped after; nobody leases it in between.
-Rule 3: what the index drops for other reasons (damage, expiry) goes to the trash; the trash is emptied before
-        anything is published, so that no dead file is adopted, and listings pass it over.
+Rule 1: files are removed only here and by the evictor, and only with the tier's removing lock held.
+Rule 2: what the index drops for other reasons than room (damage, expiry) goes to the trash; the trash is
+        emptied before anything is published, so that no dead file is adopted, and listings pass it over.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ from erllama.errors import InvalidConfig
 from .catalog import FileRef
 from .header import Damaged
 from .parts import RAM
-from .planner import headroom
 from .policy import TokenBucket
 from .root import TierBusy
 from .trie import NeedKey
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
     from .catalog import Catalog
     from .filetier import FileTier
@@ -146,9 +144,8 @@ class TierSet:
         catalog.add_hits(hits)
         state.on, state.failures, state.error = True, 0, None
         catalog.off.discard(state.slot)
-        await self._measure(state)
-        if state.used_bytes > state.tier.options.max_bytes:
-            await self.make_room(state, 0)
+        if not state.tier.root.read_only:
+            await self._run(state.tier.root.used_bytes)
 
     async def remove(self, state: TierState) -> None:
         """Stop a tier and forget what only it holds; its files stay. Copies in RAM live on there."""
@@ -314,85 +311,6 @@ class TierSet:
                 return
         for ref in files:
             self._trash.pop(ref, None)
-
-    async def resync(self, state: TierState) -> None:
-        """List a tier anew under its lock, sweep it, and bring the index in line."""
-        catalog = self._catalog
-        async with state.removal():
-            try:
-                lock = await self._run(state.tier.root.lock_removing)
-            except TierBusy:
-                return
-            try:
-                found = await self._run(state.tier.refresh, catalog.known_parts(state.slot), catalog.clock())
-                await self.apply(state, found)
-                await self._measure(state)
-            except OSError as broken:
-                self.fail(state, broken)
-            finally:
-                state.tier.root.files.close(lock)
-
-    async def make_room(self, state: TierState, n_bytes: int, *, ceiling: float | None = None) -> bool:
-        """Evict until `n_bytes` more fit the budget. False: nothing or not enough may go."""
-        return await self._evict(state, n_bytes, absolute=False, force=False, ceiling=ceiling) is not None
-
-    async def evict(self, state: TierState, n_bytes: int, *, force: bool) -> tuple[int, int]:
-        """Evict at least `n_bytes` if possible; returns parts and bytes removed."""
-        return await self._evict(state, n_bytes, absolute=True, force=force, ceiling=None) or (0, 0)
-
-    async def _evict(
-        self, state: TierState, n_bytes: int, *, absolute: bool, force: bool, ceiling: float | None
-    ) -> tuple[int, int] | None:
-        tier, catalog = state.tier, self._catalog
-        async with state.removal():
-            try:
-                lock = await self._run(tier.root.lock_removing)
-            except TierBusy:
-                return None
-            try:
-                if await self._run(tier.root.has_foreign_changes):
-                    found = await self._run(tier.refresh, catalog.known_parts(state.slot), catalog.clock())
-                    await self.apply(state, found)
-                used = await self._measure(state)
-                need = n_bytes if absolute else used + n_bytes - tier.options.max_bytes
-                if need <= 0:
-                    return 0, 0
-                goal = need if absolute else headroom(need, tier.options.max_bytes)
-                plan = catalog.plan(state.slot, goal, force=force, ceiling=ceiling)
-                if plan.freed_bytes < need and not absolute:
-                    return None
-                return await self._carry_out(state, plan.parts, n_forced=plan.n_forced)
-            except OSError as broken:
-                self.fail(state, broken)
-                return None
-            finally:
-                tier.root.files.close(lock)
-
-    async def _carry_out(self, state: TierState, parts: Sequence[int], *, n_forced: int) -> tuple[int, int]:
-        catalog, tree = self._catalog, self._catalog.tree
-        doomed = [(tree.names.name(tree.parts.node[p]), tree.parts.kind(p)) for p in parts]
-        here = [ref for ref, p in zip(doomed, parts, strict=True) if tree.parts.home[p] == state.slot]
-        for part in parts:
-            catalog.count_eviction(part, state.slot)
-        catalog.doomed.update(parts)
-        freed = 0
-        try:
-            freed = await self._run(state.tier.remove, here)
-        finally:
-            catalog.doomed.difference_update(parts)
-        for ref in here:
-            part = catalog.part_of(ref)
-            if part and tree.parts.home[part] == state.slot:
-                self.discard(f for f in catalog.drop_part(part) if f.slot != state.slot)
-        if n_forced:
-            catalog.pins.n_forced += n_forced
-        await self._measure(state)
-        return len(here), freed
-
-    async def _measure(self, state: TierState) -> int:
-        if not state.tier.root.read_only:
-            await self._run(state.tier.root.used_bytes)
-        return state.used_bytes
 
 
 def _remove_locked(tier: FileTier, files: dict[FileRef, bool]) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from .arena import Buffer
     from .catalog import Catalog
+    from .evictor import Evictor
     from .recover import PartId
     from .runner import Runner
     from .stats import Counters
@@ -59,9 +60,17 @@ class Writer:
     """The writer pool. `run_worker` is one worker; the store starts as many as it is allowed."""
 
     def __init__(
-        self, catalog: Catalog, tiers: TierSet, *, run: Runner, counters: Counters, max_bytes: int
+        self,
+        catalog: Catalog,
+        tiers: TierSet,
+        evictor: Evictor,
+        *,
+        run: Runner,
+        counters: Counters,
+        max_bytes: int,
     ) -> None:
-        self._catalog, self._tiers, self._run, self._counters = catalog, tiers, run, counters
+        self._catalog, self._tiers, self._evictor = catalog, tiers, evictor
+        self._run, self._counters = run, counters
         self.max_bytes = max_bytes
         self.queued_bytes = 0
         self._queue: dict[PartId, Job] = {}
@@ -242,11 +251,11 @@ class Writer:
         if isinstance(error, TierFull):
             if n_bytes > state.tier.options.max_bytes:
                 return Refusal.TOO_LARGE if len(outgoing) == 1 else Refusal.NO_ROOM
-            made = may_evict and await self._tiers.make_room(state, n_bytes, ceiling=ceiling)
+            made = may_evict and await self._evictor.make_room(state, n_bytes, ceiling=ceiling)
             return None if made else Refusal.NO_ROOM
         if error.errno in NO_SPACE:
             # The device is full before the budget is: evict as much as we want to write, once.
-            evicted = await self._tiers.evict(state, n_bytes, force=False) if may_evict else (0, 0)
+            evicted = await self._evictor.evict(state, n_bytes, force=False) if may_evict else (0, 0)
             return None if evicted[0] else Refusal.NO_ROOM
         state.tier.root.read_only |= error.errno in READ_ONLY
         self._tiers.fail(state, error)

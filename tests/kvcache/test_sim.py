@@ -16,12 +16,14 @@ from .stores import PART_BYTES, Clock, bench
 if TYPE_CHECKING:
     import pathlib
 
+N_FINDS = 70
+
 
 async def record(tmp_path: pathlib.Path, disk_bytes: int) -> tuple[str, float, int]:
     """Live traffic under a budget: look up, then save what is missing, as an engine does."""
     clock, rng, log = Clock(), random.Random(3), str(tmp_path / "log")
     async with bench(tmp_path / "root", clock=clock, disk_bytes=disk_bytes, lookup_log=log) as b:
-        for _ in range(120):
+        for _ in range(N_FINDS):
             clock.now += rng.randrange(1, 3000)
             chat = int(rng.paretovariate(0.7)) % 20
             ids = [*range(8), *([chat] * rng.randrange(1, 9))]
@@ -41,7 +43,7 @@ async def test_the_hit_rate_of_its_own_log_is_the_live_one(tmp_path: pathlib.Pat
     budget = parts * (PART_BYTES + 400)
     log, live, evictions = await record(tmp_path, budget)
     result = Simulation(budget).replay(read_log(log))
-    assert result.n_finds == 120
+    assert result.n_finds == N_FINDS
     assert result.hit_rate == pytest.approx(live, abs=1e-12)
     assert (result.evictions > 0) == (parts < 1000)
     assert evictions > 0

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import trio
 
-from erllama.errors import InvalidConfig, InvalidOption
+from erllama.errors import InvalidConfig, InvalidOption, UnknownOption
 from erllama.kvcache.files import Files
 from erllama.kvcache.key import Identity, Prompt
 from erllama.kvcache.kinds import PartKind, Provenance, Refusal, SaveReason
@@ -1085,3 +1085,26 @@ async def test_pins_are_shown() -> None:
             (("user", "tools"), saved.name, 1005.0),
             (("live", 7), saved.name, None),
         ]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"writer_max_concurrent": -1},
+        {"n_threads": 0},
+        {"ram": 5},
+        {"tiers": ["kv"]},
+        {"shutdown_s": "1"},
+        {"clock": 3},
+        {"files": 3},
+        {"pin_fraction": 2},
+    ],
+)
+async def test_store_options_are_checked(wrong: dict) -> None:
+    """M3: wrong values are refused before anything is started; unknown names get the nearest."""
+    with pytest.raises(InvalidOption):
+        async with open_store(**wrong):
+            raise AssertionError("must not open")
+    with pytest.raises(UnknownOption, match="n_threads"):
+        async with open_store(n_thread=1):
+            raise AssertionError("must not open")
