@@ -78,8 +78,17 @@ class FileTier:
         return found
 
     def look(self, known: PartColumns, now: float) -> Scan:
-        """What other processes added and removed; takes no lock and removes nothing."""
-        return scan(self.root, known.ids(), now=now)
+        """What other processes added and removed. Sweeps if the lock is free; otherwise the next look may."""
+        ids = known.ids()
+        lock = self.root.try_lock_removing()
+        if lock is None:
+            return scan(self.root, ids, now=now)
+        try:
+            found = scan(self.root, ids, now=now)
+            sweep(self.root, found)
+            return found
+        finally:
+            self.root.files.close(lock)
 
     def publish(self, group: Sequence[Outgoing]) -> list[Outcome]:
         """See `publish.publish`."""

@@ -77,7 +77,6 @@ def scan(root: Root, known_ids: Set[PartId], *, now: float) -> Scan:
     immortal. Expired nodes are orphans. Raises: OSError if the folder cannot be listed.
     """
     result = Scan()
-    root.accept_foreign()
     seen: set[PartId] = set()
     for entry in root.files.entries(root.nodes):
         result.total_bytes += entry.n_bytes

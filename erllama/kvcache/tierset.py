@@ -207,6 +207,8 @@ class TierSet:
     async def apply(self, state: TierState, found: Scan) -> None:
         """Bring the index in line with a listing."""
         catalog = self._catalog
+        if state.slot not in self._states:
+            return  # removed while it was being listed
         for ref in found.vanished:
             part = catalog.part_of(ref)
             if part and catalog.tree.parts.home[part] == state.slot:

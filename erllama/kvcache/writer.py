@@ -253,6 +253,7 @@ class Writer:
                 return Refusal.TOO_LARGE if len(outgoing) == 1 else Refusal.NO_ROOM
             made = may_evict and await self._evictor.make_room(state, n_bytes, ceiling=ceiling)
             return None if made else Refusal.NO_ROOM
+        state.tier.root.distrust()  # some may have been linked before the error: the next look adopts them
         if error.errno in NO_SPACE:
             # The device is full before the budget is: evict as much as we want to write, once.
             evicted = await self._evictor.evict(state, n_bytes, force=False) if may_evict else (0, 0)

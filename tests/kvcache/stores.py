@@ -104,7 +104,8 @@ class Bench:
     async def settle(self) -> None:
         """Wait for all writes; the store must then be consistent."""
         await self.store.flush()
-        assert await self.store.check() == []
+        found = await self.store.check()
+        assert found == [], found
 
     def tier(self, name: str = "kv") -> Any:
         """Statistics of one tier."""

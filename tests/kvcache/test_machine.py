@@ -17,7 +17,7 @@ import trio
 import trio.testing
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from erllama.kvcache.kinds import PartKind
 from erllama.kvcache.recover import parse_file_name
@@ -254,7 +254,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.settle()
         self.recover()
 
-    @precondition(lambda self: self.durable)
     @rule(pick=st.integers(0, 1000), at=st.integers(0, 10**6))
     def damage(self, pick: int, at: int) -> None:
         """Somebody flips a bit of a file; from now on it may be missed, never served."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import pathlib
 import random
+import subprocess
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +22,6 @@ from . import child
 from .stores import bench, expected
 
 if TYPE_CHECKING:
-    import pathlib
     from collections.abc import Callable
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
@@ -114,3 +117,35 @@ async def test_after_a_rescan_nothing_is_missed(tmp_path: pathlib.Path, spawn) -
         rng = random.Random(0)
         assert await b.read(child.history(rng)) >= 4
         assert await b.store.check() == []
+
+
+def test_memory_stays_within_the_budget(tmp_path: pathlib.Path) -> None:
+    """P12, FAULTS "budget after allocation": 300 conversations of 1 MiB through 32 MiB of RAM."""
+    code = """
+import resource, sys, trio, pathlib
+from kvcache.stores import bench
+async def main():
+    async with bench(pathlib.Path(sys.argv[1]), ram_bytes=32 << 20, disk_bytes=64 << 20, run=None) as b:
+        b.size = 1 << 20
+        for i in range(20):
+            await b.save_path([*range(4), i], tier="kv")
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for i in range(300):
+            await b.save_path([*range(4), i % 25, i // 25], tier="kv" if i % 2 else "ram")
+            await b.read([*range(4), i % 7, 0])
+        after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        assert b.store.statistics().evictions > 50
+        print((after - before) * 1024)
+trio.run(main)
+"""
+    tests = str(pathlib.Path(__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([tests, *sys.path])},
+    )
+    assert done.returncode == 0, done.stderr
+    # 20 MiB were in use before; the tier may fill up, and little else may grow.
+    assert int(done.stdout) <= (12 << 20) * 1.05 + (4 << 20)
