@@ -117,6 +117,7 @@ class Lease:
 
         After a miss of a base, nothing behind it can be had either. Cancellation: leaves nothing behind.
         """
+        await trio.lowlevel.checkpoint()
         ids = self.nodes[index].ids
         buffer = await self._loader.load(
             (self.nodes[index].name, kind), lambda meta: np.array_equal(meta.tokens, ids)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import trio
+
 from .catalog import Catalog, RamPart
 from .key import Identity, Tokens, as_tokens
 from .kinds import ROOT_NAME, NodeFlag, PartKind, Provenance, Refusal, SaveReason
@@ -91,6 +93,7 @@ class Saver:
                 raise ValueError("a node has at least one token and one part")
             if tier != RAM_TIER:
                 self._tiers.named(tier)
+            await trio.lowlevel.checkpoint()  # a save loop must let the writers have their turn
             meta = self._meta(draft)
             refusal = self._gate(draft, meta)
             if refusal is None:

@@ -112,6 +112,7 @@ class KvStore:
         `canonical`: only nodes made by canonical prefill. `resume_key`: a name the caller expects on the way;
         it decides nothing, it only says what kind of hit this was.
         """
+        await trio.lowlevel.checkpoint()
         match = await self._finder.find(identity, prompt, canonical=canonical, resume_key=resume_key)
         if self._log is not None:
             self._log.find(self._catalog.clock(), identity, prompt.tokens, match.tip)
@@ -151,6 +152,7 @@ class KvStore:
 
     async def buffer(self, n_bytes: int) -> Buffer | None:
         """A pooled buffer, after spilling if need be; None if there is no room."""
+        await trio.lowlevel.checkpoint()
         return await self._room.take(n_bytes)
 
     async def save(self, draft: Draft, *, tier: str = RAM_TIER) -> Saved:

@@ -261,7 +261,9 @@ class TierSet:
                 _, heads[name] = await self._run(state.tier.read_head, name, kind)
                 return True
             except Damaged as damage:
-                self.damaged((name, kind), damage)
+                now = catalog.part_of((name, kind))
+                if now and now not in catalog.doomed:  # otherwise it was evicted while we read
+                    self.damaged((name, kind), damage)
             except OSError as broken:
                 self.fail(state, broken)
         row_now = catalog.tree.find(name)
