@@ -118,6 +118,10 @@ class Catalog:
             part in self.doomed for part in self.tree.part_rows(row)
         )
 
+    def ref_of(self, part: int) -> PartId:
+        """Name and kind of a part row."""
+        return self.tree.names.name(self.tree.parts.node[part]), self.tree.parts.kind(part)
+
     def part_of(self, ref: PartId) -> int:
         """Part row of a name and kind, or 0."""
         row = self.tree.find(ref[0])
@@ -133,6 +137,26 @@ class Catalog:
         """The file tier a node has parts on, or None if it is only in RAM (or a root)."""
         homes = {self.tree.parts.home[part] for part in self.tree.part_rows(row)} - {RAM}
         return min(homes) if homes else None
+
+    def is_ram_only(self, row: int) -> bool:
+        """Whether some part of a node lives in RAM only."""
+        return any(self.tree.parts.home[part] == RAM for part in self.tree.part_rows(row))
+
+    def needed_part(self, part: int) -> int:
+        """The part that must be on a tier before this one: the node's base, for a base the parent's; 0: none.
+
+        Where a node has no base, any part of it stands for it.
+        """
+        tree = self.tree
+        row = tree.parts.node[part]
+        if not tree.parts.is_base(part):
+            base = tree.part(row, PartKind.BASE)
+            if base:
+                return base
+        parent = tree.parent[row]
+        if not tree.parent[parent]:
+            return 0
+        return tree.part(parent, PartKind.BASE) or tree.first_part[parent]
 
     def durable_slot(self, row: int) -> int | None:
         """The file tier that a node or its nearest ancestor is on: where its own parts have to go."""

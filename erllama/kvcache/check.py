@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .header import Damaged
+from .kinds import PartKind
 from .parts import RAM
 from .read import verify_file
 from .recover import parse_file_name
@@ -48,8 +49,6 @@ def check_index(catalog: Catalog) -> list[Finding]:
         for part in tree.part_rows(row):
             copies += part in catalog.ram
             found += _check_part(catalog, part, name)
-        if catalog.slot_of(row) is not None and tree.parent[parent] and catalog.slot_of(parent) is None:
-            found.append(Finding("closure", name, "on a file tier, its parent is not"))
     if copies != len(catalog.ram):
         found.append(Finding("copies", "ram", f"{len(catalog.ram) - copies} copies of nothing"))
     if catalog.arena.used_bytes > catalog.arena.max_bytes:
@@ -59,6 +58,13 @@ def check_index(catalog: Catalog) -> list[Finding]:
 
 def _check_part(catalog: Catalog, part: int, name: str) -> list[Finding]:
     parts = catalog.tree.parts
+    needed = catalog.needed_part(part)
+    if parts.home[part] != RAM and needed and parts.home[needed] == RAM:
+        return [Finding("closure", name, "on a file tier, what it needs is not")]
+    row = parts.node[part]
+    parent = catalog.tree.parent[row]
+    if parts.is_base(part) and catalog.tree.parent[parent] and not catalog.tree.part(parent, PartKind.BASE):
+        return [Finding("hole", name, "a base whose parent has none")]
     if (part in catalog.ram) != (parts.hot[part] == 1):
         return [Finding("copies", name, "a copy that is not there, or not known")]
     if parts.home[part] == RAM and part not in catalog.ram:

@@ -29,13 +29,16 @@ from crc32c import crc32c
 
 from .files import LINKS_MISSING
 from .header import HEADER_BYTES, Damaged
-from .kinds import ROOT_NAME, PartKind
-from .meta import NodeMeta, encode_metadata, make_header
+from .meta import encode_metadata, make_header
 from .read import SLICE_BYTES, read_head
 from .root import Root, TierBusy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from .kinds import PartKind
+    from .meta import NodeMeta
+    from .recover import PartId
 
 
 class Outcome(enum.Enum):
@@ -63,11 +66,16 @@ def _always() -> bool:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Outgoing:
-    """One part to be published. `wanted` is asked again right before the link, from the worker thread."""
+    """One part to be published.
+
+    `needs`: the part that must be there before it, earlier in the group or on the tier. `wanted` is asked
+    again right before the link, from the worker thread.
+    """
 
     meta: NodeMeta
     kind: PartKind
     payload: memoryview
+    needs: PartId | None = None
     wanted: Callable[[], bool] = _always
     _metadata: bytes = field(default=b"", init=False)
 
@@ -165,22 +173,23 @@ def _sync_all(root: Root, staged: Sequence[_Staged]) -> None:
 
 def _link_all(root: Root, staged: Sequence[_Staged]) -> list[Outcome]:
     outcomes: list[Outcome] = []
-    there: set[bytes] = {ROOT_NAME}
+    there: set[PartId] = set()
     with root.adding():
         for item in staged:
             outcome = _link(root, item, there)
             outcomes.append(outcome)
             if outcome.is_there:
-                there.add(item.part.meta.name)
+                there.add((item.part.meta.name, item.part.kind))
         root.files.sync_folder(root.nodes)
     return outcomes
 
 
-def _link(root: Root, item: _Staged, there: set[bytes]) -> Outcome:
+def _link(root: Root, item: _Staged, there: set[PartId]) -> Outcome:
     part = item.part
     if not part.wanted():
         return Outcome.ABANDONED
-    if part.meta.parent not in there and not has_files(root, part.meta.parent):
+    needs = part.needs
+    if needs is not None and needs not in there and not root.files.exists(root.target(*needs)):
         return Outcome.NO_PARENT
     try:
         _link_new(root, item)
@@ -255,11 +264,6 @@ def _clean_up(root: Root, staged: Sequence[_Staged]) -> None:
                 root.files.unlink(item.temporary)
             root.give_back(item.reserved)
             item.reserved = 0
-
-
-def has_files(root: Root, name: bytes) -> bool:
-    """Whether any part of a node is on the tier."""
-    return any(root.files.exists(root.target(name, kind)) for kind in PartKind)
 
 
 assert HEADER_BYTES == 48

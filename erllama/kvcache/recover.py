@@ -125,17 +125,25 @@ def _reject(result: Scan, name: str, what: str) -> None:
 
 
 def _close(result: Scan, known_ids: Set[PartId], now: float) -> None:
-    """Keep what hangs together, parents first; the rest are orphans."""
+    """Keep what hangs together, parents first; the rest are orphans.
+
+    A base needs its parent's base: a hole could not be restored over. Other parts need a parent of any kind.
+    """
     ends: dict[bytes, int | None] = {ROOT_NAME: 0}
+    bases = {ROOT_NAME}
     closed = []
-    for part in sorted(result.found, key=lambda p: p.meta.start):
-        meta = part.meta
-        if meta.parent not in ends and any((meta.parent, kind) in known_ids for kind in PartKind):
-            ends[meta.parent] = None  # indexed before: its end was checked then
-        fits = meta.parent in ends and ends[meta.parent] in (None, meta.start)
+    for part in sorted(result.found, key=lambda p: (p.meta.start, p.kind)):
+        meta, parent = part.meta, part.meta.parent
+        if parent not in ends and any((parent, kind) in known_ids for kind in PartKind):
+            ends[parent] = None  # indexed before: its end was checked then
+        fits = parent in ends and ends[parent] in (None, meta.start)
+        if part.kind is PartKind.BASE:
+            fits = fits and (parent in bases or (parent, PartKind.BASE) in known_ids)
         expired = meta.expires_ns is not None and meta.expires_ns <= now * 1e9
         if fits and not expired and not meta.flags & NodeFlag.PRIVATE:
             ends.setdefault(meta.name, meta.start + len(meta.tokens))
+            if part.kind is PartKind.BASE:
+                bases.add(meta.name)
             closed.append(part)
         else:
             result.orphans.append(part.id)

@@ -167,12 +167,20 @@ class Saver:
         """Put parts that are new into RAM and queue them for their file tier. No awaits."""
         catalog = self._catalog
         new = {kind: buffer for kind, buffer in buffers.items() if not catalog.tree.part(row, kind)}
+        parent = catalog.tree.parent[row]
+        if (
+            PartKind.BASE in new
+            and catalog.tree.parent[parent]
+            and not catalog.tree.part(parent, PartKind.BASE)
+        ):
+            self._drop_if_empty(row)
+            return self._refuse(meta, Refusal.NO_PARENT)  # a base behind a hole could not be restored
         self._revive(row, meta, buffers)
         catalog.set_private(row, private=draft.private)
         catalog.prolong(row, meta.expires_ns)
         state, refusal = self._target(row, tier)
         n_bytes = sum(buffer.n_bytes for buffer in new.values())
-        if state is not None and not new and catalog.slot_of(row) is not None:
+        if state is not None and not new and not catalog.is_ram_only(row):
             state = None  # it is there already
         if state is not None and not self._writer.has_room(n_bytes):
             self._drop_if_empty(row)

@@ -1,7 +1,8 @@
 """Publishing on file tiers behind the requests: a queue bounded in bytes, a few workers, groups of parts.
 
 Rule 1: a part being written stays readable in RAM; once it is published its home changes (announce).
-Rule 2: parents before children: a job is ready when its node's parent is on the tier or in the same group.
+Rule 2: parents before children, bases before what is beside them: a job is ready when the part it needs is on
+        the tier or earlier in the same group.
 Rule 3: whatever happens to a job, its part stops being busy and its bytes leave the queue exactly once.
 """
 
@@ -99,11 +100,9 @@ class Writer:
         """
         tree, jobs = self._catalog.tree, []
         for node in tree.path(row):
-            if node != row and self._catalog.slot_of(node) is not None:
-                continue
-            jobs = [
-                self._submit_part(part, slot) for part in tree.part_rows(node) if tree.parts.home[part] == RAM
-            ]
+            # The base first: a window or state without its base is worth nothing.
+            parts = sorted(tree.part_rows(node), key=tree.parts.is_base, reverse=True)
+            jobs = [self._submit_part(part, slot) for part in parts if tree.parts.home[part] == RAM]
         self._wake.unpark_all()
         return jobs
 
@@ -156,7 +155,7 @@ class Writer:
     def _choose(self) -> list[Job]:
         group: list[Job] = []
         n_bytes = 0
-        waiting = {name for name, _ in (*self._queue, *self._flying)}
+        waiting = {*self._queue, *self._flying}
         for job in list(self._queue.values()):
             if group and (job.slot != group[0].slot or n_bytes + job.n_bytes > GROUP_BYTES):
                 continue
@@ -173,37 +172,39 @@ class Writer:
             self._flying[job.ref] = self._queue.pop(job.ref)
         return group
 
-    def _is_ready(self, job: Job, group: Sequence[Job], waiting: set[bytes]) -> bool | None:
-        """Whether a job may be written now; None if it never may: it or its parent is gone."""
-        catalog, tree = self._catalog, self._catalog.tree
-        if not catalog.part_of(job.ref) or job.ref in catalog.abandoned:
+    def _is_ready(self, job: Job, group: Sequence[Job], waiting: set[PartId]) -> bool | None:
+        """Whether a job may be written now; None if it never may: it, or what it needs, is gone."""
+        catalog = self._catalog
+        part = catalog.part_of(job.ref)
+        if not part or job.ref in catalog.abandoned:
             return None
-        row = tree.find(job.ref[0])
-        assert row is not None
-        parent = tree.parent[row]
-        if not tree.parent[parent] or catalog.slot_of(parent) == job.slot:
+        needed = catalog.needed_part(part)
+        if not needed or catalog.tree.parts.home[needed] == job.slot:
             return True
-        name = tree.names.name(parent)
-        if any(other.ref[0] == name for other in group):
+        ref = catalog.ref_of(needed)
+        if any(other.ref == ref for other in group):
             return True
-        return False if name in waiting else None
+        return False if ref in waiting else None
 
     # --- writing ----------------------------------------------------------------------------------
 
     async def _write_group(self, state: TierState, group: list[Job]) -> None:
         """Publish a group; on lack of room evict once, then try in halves: some may fit where all do not."""
-        catalog = self._catalog
-        live = [job for job in group if catalog.part_of(job.ref) in catalog.ram]
+        await self._tiers.empty_trash()
+        live = [job for job in group if self._is_wanted(job)]  # after the last await before the publish
         refused = await self._try_write(state, live)
-        if refused is None:
-            return
         if refused is Refusal.NO_ROOM and len(live) > 1:
             half = len(live) // 2
             await self._write_group(state, live[:half])
             await self._write_group(state, live[half:])
             return
-        for job in live:
-            self._finish(job, refused)
+        for job in group:
+            self._finish(job, refused or Refusal.ABANDONED)  # those that were written have finished
+
+    def _is_wanted(self, job: Job) -> bool:
+        """Whether a job's part is still in RAM, as it was when the job was made."""
+        catalog = self._catalog
+        return job.ref not in catalog.abandoned and catalog.part_of(job.ref) in catalog.ram
 
     async def _try_write(self, state: TierState, jobs: list[Job]) -> Refusal | None:
         if not jobs:
@@ -211,7 +212,6 @@ class Writer:
         if not state.writable:
             return Refusal.TIER_OFF
         catalog, tree = self._catalog, self._catalog.tree
-        await self._tiers.empty_trash()
         ceiling = max(
             catalog.ceiling(tree.start[row], tree.n_tokens[row], job.n_bytes)
             for job in jobs
@@ -265,11 +265,13 @@ class Writer:
     def _outgoing(self, jobs: Sequence[Job], buffers: list[Buffer]) -> list[Outgoing]:
         catalog, outgoing = self._catalog, []
         for job in jobs:
-            copy = catalog.ram[catalog.part_of(job.ref)]
+            part = catalog.part_of(job.ref)
+            copy = catalog.ram[part]
             copy.buffer.retain()  # the catalog may drop the part while a thread reads its bytes
             buffers.append(copy.buffer)
             outgoing.append(
                 Outgoing(
+                    needs=catalog.ref_of(needed) if (needed := catalog.needed_part(part)) else None,
                     meta=copy.meta,
                     kind=job.ref[1],
                     payload=copy.buffer.view,

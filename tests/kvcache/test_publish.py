@@ -52,9 +52,12 @@ def open_tier(
 
 
 def outgoing(metas: Sequence[NodeMeta], n_bytes: int = 100) -> list[Outgoing]:
-    return [
-        Outgoing(meta=meta, kind=PartKind.BASE, payload=memoryview(payload(meta, n_bytes))) for meta in metas
-    ]
+    made = []
+    for meta in metas:
+        needs = (meta.parent, PartKind.BASE) if any(meta.parent) else None
+        body = memoryview(payload(meta, n_bytes))
+        made.append(Outgoing(meta=meta, kind=PartKind.BASE, payload=body, needs=needs))
+    return made
 
 
 def check_clean(tier: FileTier, scan: Scan) -> list[bytes]:
