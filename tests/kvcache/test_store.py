@@ -1111,3 +1111,49 @@ async def test_store_options_are_checked(wrong: dict) -> None:
     with pytest.raises(UnknownOption, match="n_threads"):
         async with open_store(n_thread=1):
             raise AssertionError("must not open")
+
+
+async def test_no_base_behind_a_hole(tmp_path: pathlib.Path) -> None:
+    """K35: a parent that kept only its window after a crash is no parent for a base, on disk or in RAM."""
+    both = (PartKind.BASE, PartKind.WINDOW)
+    async with bench(tmp_path) as b:
+        saved = await b.save_path(range(8), tier="kv", kinds=both)
+        await b.settle()
+    (tmp_path / "nodes" / f"{saved[0].name.hex()}.base.kvc").unlink()
+    async with bench(tmp_path) as b:
+        assert b.store.statistics().orphans == 1
+        assert not b.store.has(saved[1].name)
+        b.history[saved[0].name] = [0, 1, 2, 3]
+        refused = await b.save([9], saved[0])
+        assert refused is not None
+        assert refused.refusal is Refusal.NO_PARENT
+        await b.settle()
+        await b.save_path(range(8), tier="kv", kinds=both)
+        await b.settle()
+        assert await b.read(range(8)) == 8
+
+
+async def test_dropped_while_the_trash_is_emptied(tmp_path: pathlib.Path) -> None:
+    """K14: a queued part that goes between being chosen and being written is refused; the others go on."""
+    victim: list[bytes] = []
+
+    class Dropping(Files):
+        def unlink(self, path: str) -> None:
+            if victim:
+                box[0].store.quarantine(victim.pop(), "decode")
+            super().unlink(path)
+
+    box: list[Bench] = []
+    async with bench(tmp_path, files=Dropping()) as b:
+        box.append(b)
+        old = await b.save_path([20, 20, 20, 20, 21], tier="kv")
+        await b.store.flush()
+        b.store.quarantine(old[0].name, "decode")  # two files for the trash
+        saved = await b.save([1], tier="kv")
+        assert saved is not None
+        victim.append(saved.name)
+        other = await b.save([2], tier="kv")
+        assert other is not None
+        assert not await saved.wait_durable()
+        assert await other.wait_durable()
+        await b.settle()
