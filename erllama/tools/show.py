@@ -94,11 +94,12 @@ def _run(node: StoredNode) -> list[StoredNode]:
 
 def _run_label(node: StoredNode) -> Text:
     run = _run(node)
-    text = b"".join(part.meta.text for part in (*run[:1], *run[1:][-1:]))
+    ends = [show_text(part.meta.text, 40) for part in ([run[0], run[-1]] if len(run) > 1 else run)]
+    text = (" … " if len(run) > 2 else "").join(ends)
     end = run[-1].meta.start + len(run[-1].meta.tokens)
     parts = f"{node.meta.start}-{end}  {show_bytes(sum(n.n_bytes for n in run))}"
     label = Text(parts, style="red" if node.is_orphan else "bold")
-    label.append(f"  {show_text(text, 60)}", style="dim")
+    label.append(f"  {text}", style="dim")
     if node.is_orphan:
         label.append("  orphan", style="red")
     return label
