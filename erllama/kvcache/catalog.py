@@ -1,0 +1,382 @@
+"""The store's state and every change to it: tree, copies in RAM, leases, pins. One owner, no awaits.
+
+Rule 1: only this file changes the tree; callers are synchronous between awaits, so each change is atomic and
+        readers need no lock.
+Rule 2: a part is *usable* if a copy is in RAM or its tier is on, and it is not doomed. A walk ends before
+        the first node whose parts are all unusable.
+Rule 3: a doomed part is being removed from its tier: nobody may lease it any more.
+Rule 4: dropping returns what must be unlinked on file tiers; the index forgets first, files follow.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .filetier import KnownParts
+from .kinds import ROOT_NAME, NodeFlag, PartKind, SaveReason
+from .parts import RAM
+from .pins import PinBoard
+from .planner import Plan, Want, newcomer_score, plan_evictions
+from .score import PrefillCost, add_hit
+from .tree import Tree
+from .walk import Walker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable
+
+    from .arena import Arena, Buffer
+    from .journal import Hits
+    from .key import Identity, Prompt
+    from .meta import NodeMeta
+    from .recover import FoundPart, PartId
+    from .walk import Walk
+
+TOUCH_EVERY_S = 60  # a file's mtime is written at most this often
+HEAD_ESTIMATE = 420  # bytes of header and metadata besides ids and text; only plans use it
+
+
+@dataclass(slots=True)
+class RamPart:
+    """A part's copy in RAM, with the head that verifies it."""
+
+    buffer: Buffer
+    meta: NodeMeta
+
+    @property
+    def cost_bytes(self) -> int:
+        """What it takes from the RAM budget."""
+        return self.buffer.held_bytes + self.meta.head_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FileRef:
+    """A file to be removed: tier slot, name, kind."""
+
+    slot: int
+    name: bytes
+    kind: PartKind
+
+
+class Catalog:
+    """What is stored, where, and who holds it. `clock` gives seconds since the epoch."""
+
+    def __init__(
+        self, arena: Arena, clock: Callable[[], float], cost: PrefillCost, pin_fraction: float
+    ) -> None:
+        self.tree = Tree()
+        self.arena = arena
+        self.cost = cost
+        self.clock = clock
+        self.ram: dict[int, RamPart] = {}
+        # By name, not by row: a damaged node may go, and its row serve another, while a lease is held.
+        self.leases: Counter[PartId] = Counter()
+        self.busy: Counter[PartId] = Counter()  # being written: they stay where they are
+        self.abandoned: set[PartId] = set()  # dropped while being written; the writer must not publish them
+        self.doomed: set[int] = set()
+        self.off: set[int] = set()  # slots of tiers that are switched off
+        self.expires: dict[int, float] = {}
+        self.pins = PinBoard(clock)
+        self.pin_fraction = pin_fraction
+        self.tier_max: dict[int, int] = {RAM: arena.max_bytes}
+        self._index_charge = 0
+        self.touched: set[PartId] = set()  # used since their mtime was last written
+        self.evicted: Counter[int] = Counter()  # parts by slot
+        self.evicted_unused_bytes = 0
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def is_usable(self, part: int) -> bool:
+        """Whether a part may be leased."""
+        parts = self.tree.parts
+        return part not in self.doomed and (parts.hot[part] == 1 or parts.home[part] not in self.off)
+
+    def is_live(self, row: int) -> bool:
+        """Whether a node may be handed out: some part usable, not expired."""
+        until = self.expires.get(row)
+        if until is not None and until <= self.clock():
+            return False
+        return any(self.is_usable(part) for part in self.tree.part_rows(row))
+
+    def walk(self, identity: Identity, prompt: Prompt, *, canonical: bool = False) -> Walk:
+        """The longest-prefix walk; the caller cuts it where nodes are not live."""
+        return Walker(self.tree, identity, prompt, canonical=canonical).run()
+
+    def has(self, name: bytes, kind: PartKind) -> bool:
+        """Whether a part is stored and usable."""
+        row = self.tree.find(name)
+        if row is None:
+            return False
+        part = self.tree.part(row, kind)
+        return part != 0 and self.is_usable(part)
+
+    def part_of(self, ref: PartId) -> int:
+        """Part row of a name and kind, or 0."""
+        row = self.tree.find(ref[0])
+        return 0 if row is None else self.tree.part(row, ref[1])
+
+    def known_parts(self, slot: int) -> KnownParts:
+        """A copy of what the index holds of one tier, to be compared with a listing in a thread."""
+        columns = self.tree.parts.columns()
+        rows = np.flatnonzero((columns["home"] == slot) & (columns["node"] != 0))
+        nodes, kinds = columns["node"][rows], columns["kind"][rows]
+        return KnownParts(self.tree.names.dump(), nodes.tolist(), kinds.tolist())
+
+    def slot_of(self, row: int) -> int | None:
+        """The file tier a node has parts on, or None if it is only in RAM (or a root)."""
+        homes = {self.tree.parts.home[part] for part in self.tree.part_rows(row)} - {RAM}
+        return min(homes) if homes else None
+
+    def file_cost(self, part: int) -> int:
+        """Roughly the size of a part's file."""
+        tree, node = self.tree, self.tree.parts.node[part]
+        return int(tree.parts.size[part]) + HEAD_ESTIMATE + 4 * tree.n_tokens[node] + tree.n_bytes[node]
+
+    def ram_cost(self, part: int) -> int:
+        """What a part's copy takes from the RAM budget."""
+        copy = self.ram.get(part)
+        return 0 if copy is None else copy.cost_bytes
+
+    # --- adding -----------------------------------------------------------------------------------
+
+    def parent_row(self, meta: NodeMeta) -> int | None:
+        """Where a node belongs: its parent's row, or its identity's root; None if the parent is gone."""
+        if meta.parent == ROOT_NAME:
+            return self.tree.add_root(meta.identity)
+        row = self.tree.find(meta.parent)
+        if row is None or self.tree.end(row) != meta.start:
+            return None
+        return row
+
+    def ensure_node(self, meta: NodeMeta, read: Callable[[int], NodeMeta]) -> int | None:
+        """The node's row, inserted if new; None without its parent. Raises: `NeedKey`, nothing changed."""
+        row = self.tree.find(meta.name)
+        if row is None:
+            parent = self.parent_row(meta)
+            if parent is None:
+                return None
+            row = self.tree.insert(parent, meta, read)
+            if meta.expires_ns is not None:
+                self.expires[row] = meta.expires_ns / 1e9
+            self._charge_index()
+        return row
+
+    def add_copy(self, row: int, kind: PartKind, copy: RamPart) -> int:
+        """Add a part whose only copy is in RAM; the catalog owns the buffer from here on."""
+        part = self.tree.add_part(row, kind, copy.buffer.n_bytes, RAM, self._now())
+        self.keep_copy(part, copy)
+        self._charge_index()
+        return part
+
+    def add_found(self, slot: int, found: FoundPart, read: Callable[[int], NodeMeta]) -> bool:
+        """Index a file found by a scan; False if its parent is not there. Raises: `NeedKey`."""
+        row = self.ensure_node(found.meta, read)
+        if row is None:
+            return False
+        part = self.tree.part(row, found.kind)
+        if part:
+            self.tree.parts.home[part] = slot  # a RAM copy, or another process published it first
+            return True
+        used = max(0, min(int(found.mtime), 2**32 - 1))
+        self.tree.add_part(row, found.kind, found.payload_bytes, slot, used)
+        if found.meta.reason is SaveReason.AGENT_PREFIX:
+            self.pin(("agent", found.meta.name), found.meta.name)
+        self._charge_index()
+        return True
+
+    def keep_copy(self, part: int, copy: RamPart) -> None:
+        """Attach a RAM copy to a part."""
+        assert part not in self.ram
+        self.ram[part] = copy
+        self.tree.parts.hot[part] = 1
+        self.arena.charge(copy.meta.head_bytes)
+
+    def announce(self, part: int, slot: int) -> None:
+        """A part was published on a file tier: that is its home now, its RAM copy a mere copy."""
+        self.tree.parts.home[part] = slot
+
+    def add_hits(self, hits: dict[bytes, tuple[float, int]]) -> None:
+        """Hit counts from journals."""
+        for key, (n, at) in hits.items():
+            row = self.tree.find(key[:-1])
+            part = 0 if row is None else self.tree.part(row, PartKind(key[-1]))
+            if part:
+                self.tree.parts.hits[part] = n
+                self.tree.parts.used[part] = max(self.tree.parts.used[part], min(at, self._now()))
+
+    def hits_on(self, slot: int) -> Hits:
+        """Hit counts of a tier's parts, for its journal."""
+        columns, parts, names = self.tree.parts.columns(), self.tree.parts, self.tree.names
+        rows = np.flatnonzero((columns["home"] == slot) & (columns["hits"] > 0)).tolist()
+        return {
+            names.name(parts.node[row]) + bytes((parts.kind(row),)): (parts.hits[row], parts.used[row])
+            for row in rows
+        }
+
+    def take_touched(self, slot: int) -> list[tuple[PartId, int]]:
+        """Parts of a tier whose mtime is to be written, and the time; they count as written from here on."""
+        found = []
+        for ref in list(self.touched):
+            part = self.part_of(ref)
+            if part and self.tree.parts.home[part] != slot:
+                continue
+            self.touched.discard(ref)
+            if part:
+                found.append((ref, self.tree.parts.used[part]))
+        return found
+
+    def hit(self, rows: Iterable[int]) -> None:
+        """Record a use of nodes: of their bases, and of whatever else they have."""
+        parts, now = self.tree.parts, self._now()
+        for row in rows:
+            for part in self.tree.part_rows(row):
+                if parts.home[part] != RAM and now - parts.used[part] >= TOUCH_EVERY_S:
+                    self.touched.add((self.tree.names.name(row), parts.kind(part)))
+                parts.hits[part] = add_hit(parts.hits[part], now - parts.used[part])
+                parts.used[part] = now
+
+    # --- dropping ---------------------------------------------------------------------------------
+
+    def drop_copy(self, part: int) -> None:
+        """Give back a part's RAM copy; the part itself stays (its home is a file tier)."""
+        copy = self.ram.pop(part)
+        self.tree.parts.hot[part] = 0
+        self.arena.charge(-copy.meta.head_bytes)
+        copy.buffer.release()
+
+    def drop_part(self, part: int) -> list[FileRef]:
+        """Forget a part, and its node if that has nothing left. A base takes what hangs behind it along."""
+        tree = self.tree
+        row = tree.parts.node[part]
+        lone = len(tree.part_rows(row)) == 1
+        if tree.parts.is_base(part) or lone:
+            return self.drop_subtree(row)
+        return self._forget_part(part)
+
+    def drop_subtree(self, row: int) -> list[FileRef]:
+        """Forget a node and everything behind it."""
+        files: list[FileRef] = []
+        names = []
+        for node in self.tree.subtree(row):
+            for part in self.tree.part_rows(node):
+                files += self._forget_part(part)
+            names.append(self.tree.names.name(node))
+            self.expires.pop(node, None)
+            self.tree.remove(node)
+        if len(self.pins):
+            self.pins.forget(names)
+        return files
+
+    def _forget_part(self, part: int) -> list[FileRef]:
+        parts = self.tree.parts
+        ref = FileRef(parts.home[part], self.tree.names.name(parts.node[part]), parts.kind(part))
+        if (ref.name, ref.kind) in self.busy:
+            self.abandoned.add((ref.name, ref.kind))
+        if part in self.ram:
+            self.drop_copy(part)
+        self.doomed.discard(part)
+        self.tree.remove_part(part)
+        return [] if ref.slot == RAM else [ref]
+
+    def count_eviction(self, part: int, slot: int) -> None:
+        """Statistics of one eviction, before the part is dropped."""
+        parts = self.tree.parts
+        self.evicted[slot] += 1
+        if parts.hits[part] == 0 and parts.home[part] == slot:
+            self.evicted_unused_bytes += int(parts.size[part])
+
+    # --- planning ---------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        slot: int,
+        n_bytes: int,
+        *,
+        force: bool = False,
+        ceiling: float | None = None,
+        copies_only: bool = False,
+    ) -> Plan:
+        """Which parts to drop from a tier to free `n_bytes`; `copies_only`: in RAM, none that lives there."""
+        held = (self.part_of(ref) for ref in (*self.leases, *self.busy))
+        locked = {part for part in held if part} | self.doomed
+        return plan_evictions(
+            self.tree,
+            Want(
+                slot=slot,
+                n_bytes=n_bytes,
+                now=self.clock(),
+                cost_of=self.ram_cost if slot == RAM else self.file_cost,
+                cost=self.cost,
+                locked=locked,
+                copies_only=copies_only,
+                protected=self.protected(),
+                force=force,
+                ceiling=ceiling,
+            ),
+        )
+
+    def ceiling(self, start: int, n_tokens: int, size: int) -> float:
+        """What a newcomer is worth, for `plan`."""
+        return newcomer_score(self.cost, start, n_tokens, size)
+
+    def expired(self) -> list[int]:
+        """Nodes whose time is over."""
+        now = self.clock()
+        return [row for row, until in self.expires.items() if until <= now]
+
+    # --- pins -------------------------------------------------------------------------------------
+
+    def pin(self, key: Hashable, name: bytes, ttl_s: float | None = None) -> bool:
+        """Pin the path to a node; False if it alone is over the pin budget, or gone. Others give way."""
+        if self.tree.find(name) is None or not self._pins_fit([name]):
+            return False
+        self.pins.put(key, name, ttl_s)
+        self.pins.shrink(self._pins_fit)
+        return True
+
+    def protected(self) -> set[int]:
+        """All nodes on pinned paths."""
+        return self._paths(self.pins.names()) if len(self.pins) else set()
+
+    def pinned_bytes(self) -> dict[int, int]:
+        """Bytes on pinned paths, by home."""
+        return self._bytes_by_slot(self.protected())
+
+    def _paths(self, names: Iterable[bytes]) -> set[int]:
+        rows: set[int] = set()
+        for name in names:
+            row = self.tree.find(name)
+            while row and self.tree.parent[row] and row not in rows:
+                rows.add(row)
+                row = self.tree.parent[row]
+        return rows
+
+    def _bytes_by_slot(self, rows: Iterable[int]) -> dict[int, int]:
+        used: Counter[int] = Counter()
+        for row in rows:
+            for part in self.tree.part_rows(row):
+                used[self.tree.parts.home[part]] += int(self.tree.parts.size[part])
+        return dict(used)
+
+    def _pins_fit(self, names: list[bytes]) -> bool:
+        used = self._bytes_by_slot(self._paths(names))
+        return all(n <= self.pin_fraction * self.tier_max.get(slot, 0) for slot, n in used.items())
+
+    # --- small things -----------------------------------------------------------------------------
+
+    def set_private(self, row: int) -> None:
+        """Keep a node off file tiers."""
+        self.tree.set_flag(row, NodeFlag.PRIVATE, on=True)
+
+    def _now(self) -> int:
+        return max(0, min(int(self.clock()), 2**32 - 1))
+
+    def _charge_index(self) -> None:
+        """The index lives in the RAM budget too."""
+        grown = self.tree.nbytes - self._index_charge
+        if grown > 4096:
+            self._index_charge += grown
+            self.arena.charge(grown)

@@ -1,0 +1,153 @@
+"""One running file tier: scan, publish, read, remove, quarantine, journal; the store runs it in threads.
+
+It knows files, not the index: what it is asked for comes by name, what it finds it returns.
+Thread: worker threads; several at once, except `start`, `refresh` and `remove`, which the store serialises.
+Raises: OSError from every method when the file system fails; the store then switches the tier off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from .files import Files
+from .journal import Hits, drop_dead_journals, read_journals, write_journal
+from .kinds import NAME_BYTES, PartKind
+from .publish import Outcome, Outgoing, publish
+from .read import read_head, read_part
+from .recover import Scan, quarantine_file, scan, sweep
+from .root import Root, TierBusy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from .header import Header
+    from .meta import NodeMeta
+    from .recover import PartId
+    from .tiers import FileTierOptions, TierKind
+
+log = logging.getLogger(__name__)
+
+
+class KnownParts:
+    """What the index holds of one tier, as raw columns: the event loop copies them, a thread unpacks them."""
+
+    def __init__(self, names: bytes, nodes: Sequence[int], kinds: Sequence[int]) -> None:
+        self._names, self._nodes, self._kinds = names, nodes, kinds
+
+    def ids(self) -> set[PartId]:
+        """Name and kind of each part."""
+        names, width = self._names, NAME_BYTES
+        return {
+            (names[node * width : node * width + width], PartKind(kind))
+            for node, kind in zip(self._nodes, self._kinds, strict=True)
+        }
+
+
+class FileTier:
+    """A disk or ram_file tier, named as its options say."""
+
+    def __init__(self, options: FileTierOptions, files: Files | None = None) -> None:
+        self.options = options
+        self.root = Root(options.root, options.max_bytes, files or Files())
+
+    def __repr__(self) -> str:
+        return f"<FileTier {self.name} ({self.kind}) at {self.root.path}>"
+
+    @property
+    def name(self) -> str:
+        """The tier's name."""
+        return self.options.name
+
+    @property
+    def kind(self) -> TierKind:
+        """Disk or memory-backed."""
+        return self.options.kind
+
+    def start(self, known: KnownParts, now: float) -> tuple[Scan, Hits, int]:
+        """Open the folder and find out what is in it; remove leftovers unless another process is removing.
+
+        Returns: the scan, the merged hit counts, and how many leftovers were removed.
+        """
+        ids = known.ids()
+        try:
+            self.root.open()
+            if self.root.read_only:
+                return scan(self.root, ids, now=now), read_journals(self.root), 0
+            with self.root.removing():
+                found = scan(self.root, ids, now=now)
+                removed = sweep(self.root, found)
+                hits = read_journals(self.root)
+                write_journal(self.root, hits)
+                drop_dead_journals(self.root)
+                return found, hits, removed
+        except TierBusy:
+            return scan(self.root, ids, now=now), read_journals(self.root), 0
+
+    def refresh(self, known: KnownParts, now: float) -> Scan:
+        """What other processes added and removed; sweeps. Call with the removing lock held."""
+        found = scan(self.root, known.ids(), now=now)
+        sweep(self.root, found)
+        return found
+
+    def look(self, known: KnownParts, now: float) -> Scan | None:
+        """What other processes added and removed, None if nothing; takes no lock and removes nothing."""
+        if not self.root.has_foreign_changes():
+            return None
+        return scan(self.root, known.ids(), now=now)
+
+    def publish(self, group: Sequence[Outgoing]) -> list[Outcome]:
+        """See `publish.publish`."""
+        return publish(self.root, group)
+
+    def read_head(self, name: bytes, kind: PartKind) -> tuple[Header, NodeMeta]:
+        """Header and metadata of a part. Raises: `Damaged`."""
+        return read_head(self.root.files, self.root.target(name, kind))
+
+    def read_part(self, name: bytes, kind: PartKind, into: memoryview) -> tuple[Header, NodeMeta]:
+        """A part's payload, verified, into pooled memory. Raises: `Damaged`."""
+        return read_part(self.root.files, self.root.target(name, kind), into)
+
+    def remove(self, parts: Iterable[PartId]) -> int:
+        """Unlink parts in the order given (leaves first), under the removing lock; returns bytes freed."""
+        freed = 0
+        for name, kind in parts:
+            path = self.root.target(name, kind)
+            try:
+                fd = self.root.files.open_read(path)
+                size = self.root.files.size(fd)
+                self.root.files.close(fd)
+                self.root.files.unlink(path)
+            except FileNotFoundError:
+                continue
+            freed += size
+            self.root.give_back(size)
+        return freed
+
+    def quarantine(self, name: bytes, kind: PartKind) -> None:
+        """Move a damaged part out of the way."""
+        size = quarantine_file(self.root, self.root.target(name, kind))
+        self.root.give_back(size)
+
+    def touch(self, parts: Iterable[tuple[PartId, int]]) -> None:
+        """Write recency into the files' mtimes (seconds); files that are gone are passed over."""
+        for (name, kind), seconds in parts:
+            with contextlib.suppress(FileNotFoundError):
+                self.root.files.touch(self.root.target(name, kind), seconds)
+
+    def write_journal(self, hits: Hits) -> None:
+        """Replace this process's hit journal."""
+        if self.root.read_only:
+            return
+        write_journal(self.root, hits)
+
+    def free_bytes(self) -> int:
+        """Room left on the file system itself."""
+        stat = os.statvfs(self.root.path)
+        return stat.f_bavail * stat.f_frsize
+
+    def close(self) -> None:
+        """Give up this process's hold on the folder."""
+        self.root.close()

@@ -1,0 +1,112 @@
+"""Reading parts for those who hold a lease: from RAM at once, from a file tier by one flight for all who ask.
+
+Whatever goes wrong is a miss: the caller gets None, the part is forgotten and its file quarantined.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import trio
+
+from .catalog import RamPart
+from .header import Damaged
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .arena import Buffer
+    from .catalog import Catalog
+    from .meta import NodeMeta
+    from .recover import PartId
+    from .room import RamRoom
+    from .runner import Runner
+    from .stats import Counters
+    from .tierset import TierSet, TierState
+
+log = logging.getLogger(__name__)
+
+
+class Loader:
+    """Loads parts into pooled buffers; what was read stays in RAM as a copy until room is needed."""
+
+    def __init__(
+        self, catalog: Catalog, tiers: TierSet, room: RamRoom, *, run: Runner, counters: Counters
+    ) -> None:
+        self._catalog, self._tiers, self._room = catalog, tiers, room
+        self._run, self._counters = run, counters
+        self._flights: dict[PartId, trio.Event] = {}
+
+    @property
+    def n_in_flight(self) -> int:
+        """Reads going on."""
+        return len(self._flights)
+
+    async def load(self, ref: PartId, same: Callable[[NodeMeta], bool]) -> Buffer | None:
+        """The part's payload in a buffer retained for the caller, who releases it; None is a miss.
+
+        `same` compares the head found with what the caller expects: ids, or text.
+        Cancellation: a read in flight is finished and kept for the others who wait for it.
+        """
+        catalog = self._catalog
+        while True:
+            part = catalog.part_of(ref)
+            if not part or not catalog.is_usable(part):
+                return None
+            copy = catalog.ram.get(part)
+            if copy is not None:
+                return self._verified(ref, copy, same)
+            flight = self._flights.get(ref)
+            if flight is None:
+                break
+            self._counters.loads_shared += 1
+            await flight.wait()
+        self._flights[ref] = done = trio.Event()
+        try:
+            copy = await self._read(ref, part)
+            return None if copy is None else self._verified(ref, copy, same)
+        finally:
+            del self._flights[ref]
+            done.set()
+
+    def _verified(self, ref: PartId, copy: RamPart, same: Callable[[NodeMeta], bool]) -> Buffer | None:
+        if not same(copy.meta):
+            self._tiers.damaged(ref, Damaged("tokens", "not those that were asked for"))
+            return None
+        copy.buffer.retain()
+        return copy.buffer
+
+    async def _read(self, ref: PartId, part: int) -> RamPart | None:
+        catalog, parts = self._catalog, self._catalog.tree.parts
+        state = self._tiers.get(parts.home[part])
+        buffer = await self._room.take(int(parts.size[part]))
+        if buffer is None:
+            self._counters.loads_no_room += 1
+            return None
+        keep = False
+        try:
+            copy = await self._read_into(state, ref, buffer)
+            part = catalog.part_of(ref)  # it may have been dropped while it was read
+            keep = copy is not None and part != 0 and part not in catalog.ram
+            if copy is not None and keep:
+                catalog.keep_copy(part, copy)
+            return copy if keep else None
+        finally:
+            if not keep:
+                buffer.release()
+
+    async def _read_into(self, state: TierState, ref: PartId, buffer: Buffer) -> RamPart | None:
+        began = time.perf_counter_ns()
+        try:
+            _, meta = await self._run(state.tier.read_part, *ref, buffer.view)
+        except Damaged as damage:
+            self._tiers.damaged(ref, damage)
+            return None
+        except OSError as broken:
+            self._tiers.fail(state, broken)
+            return None
+        self._counters.load_total_ns += time.perf_counter_ns() - began
+        self._counters.bytes_read[state.tier.name] += buffer.n_bytes
+        return RamPart(buffer, meta)

@@ -1,0 +1,211 @@
+"""Which parts leave a tier to make room: pure, over columns of the part table.
+
+Rule 1 (closure): a base leaves only when nothing hangs behind its node, and the last part of a node with
+       children never does. So tiers lose suffixes, never heads; a node that loses its base goes whole.
+Rule 2: what is leased, being written or already doomed stays.
+Rule 3: nothing is evicted for a newcomer that is worth less than what would go.
+
+Order: window parts and states away from anchors, least recently used first; then by seconds of prefill saved
+per byte × reuse; pinned and live paths last, and only where the caller insists. In RAM a copy of what a file
+tier holds is worth only the time to read it again.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from .kinds import PartKind
+from .parts import RAM
+from .score import NEWCOMER_HITS, PrefillCost, reuse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from numpy.typing import NDArray
+
+    from .tree import Tree
+
+READ_S_PER_BYTE: Final = 1e-9  # about 1 GB/s from a file, checksum included
+RESUME_SPAN: Final = 2048  # tokens that a window part or state at an anchor saves, against the anchor before
+HEADROOM: Final = 0.01  # free a little more than asked, so that a full tier is not planned anew for each save
+_CLASS: Final = 1e6  # classes are further apart than any score
+_SLICE: Final = 256
+_NOTHING: Final[frozenset[int]] = frozenset()
+
+
+@dataclass(slots=True, kw_only=True)
+class Want:
+    """What to free: `n_bytes` on tier `slot` at time `now` (seconds).
+
+    `locked`: part rows that must stay. `protected`: nodes that go last, if `force`. `ceiling`: the score
+    of the newcomer; parts worth more stay. `cost_of`: bytes a part row frees on this tier. `copies_only`:
+    in RAM, take only copies of what file tiers hold.
+    """
+
+    slot: int
+    n_bytes: int
+    now: float
+    cost_of: Callable[[int], int]
+    cost: PrefillCost = field(default_factory=PrefillCost)
+    locked: Collection[int] = _NOTHING
+    protected: Collection[int] = _NOTHING
+    force: bool = False
+    ceiling: float | None = None
+    copies_only: bool = False
+
+
+@dataclass(slots=True)
+class Plan:
+    """Part rows to drop, in order (leaves first); what that frees on the tier, and whether it is enough."""
+
+    parts: list[int]
+    freed_bytes: int
+    enough: bool
+    n_forced: int = 0
+
+
+def newcomer_score(cost: PrefillCost, start: int, n_tokens: int, size: int) -> float:
+    """What a part being saved right now is worth, for `Want.ceiling`."""
+    per_byte = cost.seconds(start, n_tokens) / max(size, 1)
+    return float(2 * _CLASS + per_byte * reuse(NEWCOMER_HITS, 0.0))
+
+
+def headroom(n_bytes: int, max_bytes: int) -> int:
+    """Bytes to free when `n_bytes` are needed on a tier of `max_bytes`."""
+    return max(n_bytes, int(max_bytes * HEADROOM))
+
+
+class _Planner:
+    def __init__(self, tree: Tree, want: Want) -> None:
+        self._tree, self._want = tree, want
+        self._columns = tree.parts.columns()
+        self._keys = self._score_all()
+        self._gone_parts: set[int] = set()
+        self._gone_children: dict[int, int] = {}
+        self._gone_nodes: set[int] = set()
+
+    def run(self) -> Plan:
+        plan = Plan([], 0, False)
+        rows, fed = self._candidates(), 0
+        heap: list[tuple[float, int]] = []
+        while not plan.enough:
+            # Candidates come in slices: most plans need a handful of a hundred thousand.
+            if fed < len(rows) and (not heap or heap[0][0] > self._keys[rows[fed]]):
+                for row in rows[fed : fed + _SLICE]:
+                    heapq.heappush(heap, (float(self._keys[row]), int(row)))
+                fed += _SLICE
+            if not heap:
+                break
+            key, part = heapq.heappop(heap)
+            self._take(plan, key, part, heap)
+        return plan
+
+    def _score_all(self) -> NDArray[np.float64]:
+        """The eviction key of every part row; smaller goes first."""
+        want, c = self._want, self._columns
+        node = c["node"]
+        start = np.array(self._tree.start, np.float64)[node]
+        n = np.array(self._tree.n_tokens, np.float64)[node]
+        size = np.maximum(c["size"].astype(np.float64), 1.0)
+        age = want.now - c["used"].astype(np.float64)
+        again = reuse(c["hits"].astype(np.float64), age)
+        end = start + n
+        span = np.where(c["kind"] == PartKind.WHOLE, end, np.minimum(end, RESUME_SPAN))
+        resumes = c["kind"] != PartKind.BASE
+        seconds = np.where(resumes, want.cost.seconds(end - span, span), want.cost.seconds(start, n))
+        keys = 2 * _CLASS + np.minimum(seconds / size * again, _CLASS / 2)
+        beside = (c["kind"] == PartKind.WINDOW) | (c["kind"] == PartKind.STATE)
+        loose = beside & (c["anchor"] == 0)
+        keys = np.where(loose, _CLASS + c["used"].astype(np.float64) / 2**32, keys)
+        if want.slot == RAM:
+            copies = c["home"] != RAM
+            keys = np.where(copies, 2 * _CLASS + READ_S_PER_BYTE * again, keys)
+        if want.protected:
+            kept = np.isin(node, np.fromiter(want.protected, np.int32))
+            keys = np.where(kept, keys + 2 * _CLASS, keys)
+        return np.asarray(keys, np.float64)
+
+    def _candidates(self) -> NDArray[np.intp]:
+        """Rows that may go as things are, smallest key first."""
+        want, c = self._want, self._columns
+        here = c["hot"] == 1 if want.slot == RAM else c["home"] == want.slot
+        leaf = (np.array(self._tree.by_tokens.roots, np.int32) == 0)[c["node"]]
+        n_parts = np.bincount(c["node"], minlength=len(self._tree.parent))[c["node"]]
+        free = leaf | ((c["kind"] != PartKind.BASE) & (n_parts > 1))
+        if want.slot == RAM:
+            copies = c["home"] != RAM
+            free = copies if want.copies_only else free | copies
+        allowed = here & free & (c["node"] != 0) & (self._keys <= self._limit())
+        if want.locked:
+            allowed[np.fromiter(want.locked, np.int64)] = False
+        rows = np.flatnonzero(allowed)
+        return rows[np.argsort(self._keys[rows], kind="stable")]
+
+    def _limit(self) -> float:
+        want = self._want
+        if want.ceiling is not None:
+            return want.ceiling
+        return np.inf if want.force else 3 * _CLASS
+
+    def _take(self, plan: Plan, key: float, part: int, heap: list[tuple[float, int]]) -> None:
+        tree, want = self._tree, self._want
+        if part in self._gone_parts:
+            return
+        node = tree.parts.node[part]
+        if want.slot == RAM and tree.parts.home[part] != RAM:
+            unit = [part]
+        else:
+            unit = self._unit(node, part)
+            if not unit:
+                return
+        for row in unit:
+            self._gone_parts.add(row)
+            plan.parts.append(row)
+            if self._is_here(row):
+                plan.freed_bytes += want.cost_of(row)
+        plan.n_forced += key >= 3 * _CLASS
+        plan.enough = plan.freed_bytes >= want.n_bytes
+        if node in self._gone_nodes:
+            self._expose(tree.parent[node], heap)
+
+    def _is_here(self, part: int) -> bool:
+        parts, slot = self._tree.parts, self._want.slot
+        return parts.hot[part] == 1 if slot == RAM else parts.home[part] == slot
+
+    def _unit(self, node: int, part: int) -> list[int]:
+        """What goes with `part`: everything, if the node cannot live without it; [] if it must stay."""
+        tree = self._tree
+        left = [row for row in tree.part_rows(node) if row not in self._gone_parts]
+        if not tree.parts.is_base(part) and len(left) > 1:
+            return [part]
+        if not self._is_leaf(node) or any(row in self._want.locked for row in left):
+            return []
+        self._gone_nodes.add(node)
+        return sorted(left, key=tree.parts.is_base)
+
+    def _is_leaf(self, node: int) -> bool:
+        if self._tree.is_leaf(node):
+            return True
+        gone = self._gone_children.get(node, 0)
+        return gone > 0 and gone == sum(1 for _ in self._tree.children(node))
+
+    def _expose(self, parent: int, heap: list[tuple[float, int]]) -> None:
+        """A node went: its parent's parts may be next."""
+        self._gone_children[parent] = self._gone_children.get(parent, 0) + 1
+        if not self._tree.parent[parent] or not self._is_leaf(parent):
+            return
+        limit = self._limit()
+        for row in self._tree.part_rows(parent):
+            if self._is_here(row) and row not in self._want.locked and self._keys[row] <= limit:
+                heapq.heappush(heap, (float(self._keys[row]), row))
+
+
+def plan_evictions(tree: Tree, want: Want) -> Plan:
+    """The cheapest parts whose leaving frees `want.n_bytes`; `enough` is False if they do not suffice."""
+    if want.n_bytes <= 0 or not tree.parts.n_parts:
+        return Plan([], 0, want.n_bytes <= 0)
+    return _Planner(tree, want).run()

@@ -1,0 +1,90 @@
+"""Tiers as users name them, and what the store knows of a running one."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from erllama.errors import InvalidOption
+
+RAM_TIER: Final = "ram"
+
+
+class TierKind(enum.StrEnum):
+    """What happens to a tier's content: gone with the process, with the machine, or never."""
+
+    RAM = "ram"
+    RAM_FILE = "ram_file"
+    DISK = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class RamTier:
+    """The pooled RAM tier. `spill` names the tier that receives what it evicts."""
+
+    max_bytes: int = 1 << 30
+    spill: str | None = None
+    name: str = RAM_TIER
+
+    def __post_init__(self) -> None:
+        _check(self.name, self.max_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _FileTierOptions:
+    name: str
+    root: str
+    max_bytes: int = 20 << 30
+    max_write_bytes_per_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        _check(self.name, self.max_bytes)
+        if not self.root or "\0" in str(self.root):
+            raise InvalidOption(f"tier {self.name!r}: root must be a path", detail={"key": "root"})
+        if self.name == RAM_TIER:
+            raise InvalidOption('the name "ram" is taken by the RAM tier', detail={"key": "name"})
+        if not self.max_write_bytes_per_s > 0:
+            key = "max_write_bytes_per_s"
+            raise InvalidOption(f"{key} must be above 0", detail={"key": key})
+
+    @property
+    def kind(self) -> TierKind:
+        """Disk or memory-backed."""
+        raise NotImplementedError
+
+
+class RamFileTier(_FileTierOptions):
+    """Files on a memory-backed file system: they outlive the process, not the machine's next start."""
+
+    __slots__ = ()
+
+    @property
+    def kind(self) -> TierKind:
+        """`ram_file`."""
+        return TierKind.RAM_FILE
+
+
+class DiskTier(_FileTierOptions):
+    """Files on disk. `max_write_bytes_per_s` bounds wear: what exceeds it stays in RAM only."""
+
+    __slots__ = ()
+
+    @property
+    def kind(self) -> TierKind:
+        """`disk`."""
+        return TierKind.DISK
+
+
+FileTierOptions = RamFileTier | DiskTier
+
+
+def _check(name: object, max_bytes: object) -> None:
+    if not isinstance(name, str) or not name:
+        raise InvalidOption("a tier needs a name", detail={"key": "name", "value": name})
+    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0:
+        raise InvalidOption(
+            f"tier {name!r}: max_bytes must be a whole number of bytes",
+            detail={"key": "max_bytes", "value": max_bytes},
+        )
