@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import trio
 
 from erllama.backend import Backend, BackendFacts, Row, Sampled, Step, StepResult, StepStatus
@@ -36,15 +37,21 @@ from erllama.errors import (
 )
 
 from .admission import Lanes
+from .model_thread import ModelThread
 from .pace import Pace
 from .planner import PIECE, Limits, Share, lacks_cells, plan_step
+from .resident import Resident
+from .resume import Resumer
+from .saver import Saver
 from .state import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
     from erllama.options import ContextOptions
+    from erllama.types import FinishReason
 
+    from .cache_link import CacheLink
     from .runner import Runner
     from .sequence import Sequence
 
@@ -75,14 +82,24 @@ class Actor:
     """Runs the requests of one opened backend."""
 
     def __init__(
-        self, model_id: str, backend: Backend, facts: BackendFacts, options: ContextOptions, runner: Runner
+        self,
+        model_id: str,
+        backend: Backend,
+        facts: BackendFacts,
+        options: ContextOptions,
+        runner: Runner,
+        cache: CacheLink | None = None,
     ) -> None:
         self.model_id = model_id
         self.facts = facts
         self._backend = backend
         self._options = options
-        self._runner = runner
         self._lanes = Lanes(facts)
+        self._thread = ModelThread(backend, runner, self._lanes.take_ops)
+        self._saver = self._resumer = None
+        if cache is not None and facts.ranges:
+            self._saver = Saver(cache, self._lanes, self._thread, self.wake)
+            self._resumer = Resumer(cache, self._lanes, self._thread)
         self._pace = Pace()
         self._in_flight: list[Sequence] = []
         self._aborting = False
@@ -132,7 +149,7 @@ class Actor:
         self.wake()
         if not self._aborting and self._in_flight and all(s.cancelled for s in self._in_flight):
             self._aborting = True
-            self._abort()
+            self._thread.abort()
 
     def reset_session(self, session_id: Hashable) -> list[Sequence]:
         """End the session's requests with `EngineReset`, even while a step is stuck; returns them.
@@ -160,7 +177,7 @@ class Actor:
             compute_s=self._compute_s,
             sample_s=self._sample_s,
             n_waiting=len(self._lanes.waiting),
-            n_prefilling=sum(s.phase is Phase.PREFILL for s in running),
+            n_prefilling=sum(s.phase in (Phase.RESTORE, Phase.PREFILL) for s in running),
             n_decoding=sum(s.phase is Phase.DECODE for s in running),
             n_slots=self._lanes.n_slots,
             n_available=self._lanes.n_available,
@@ -172,11 +189,15 @@ class Actor:
 
     # --- the loop ---
 
-    async def run(self) -> None:
+    async def run(self, nursery: trio.Nursery) -> None:
         """Serve until cancelled. Every client gets an end, however this ends.
 
-        Cancellation: the running step is aborted and waited for; clients get `NotLoaded`.
+        `nursery` holds the tasks that restore and save beside the loop. Cancellation: the running step is
+        aborted and waited for; clients get `NotLoaded`.
         """
+        self._nursery = nursery
+        if self._saver is not None:
+            nursery.start_soon(self._saver.run)
         reason: ErllamaError = EngineError(f"the engine of {self.model_id!r} stopped")
         try:
             while True:
@@ -193,18 +214,27 @@ class Actor:
     def _stop(self, reason: ErllamaError) -> None:
         self._stopped = reason
         left = [seq for seq in self.sequences() if seq.phase is not Phase.FINISHED]
+        if self._saver is not None:
+            for seq in left:
+                if seq.has_slot and seq.options.cache == "on":
+                    self._saver.plan_end(seq)
         self._lanes.waiting.clear()
         self._lanes.running.clear()
         with ExitStack() as each:  # one that cannot be ended cleanly keeps nobody else waiting
             for seq in left:
                 each.callback(seq.fail, reason)
 
+    async def flush(self) -> None:
+        """Save what is planned. Only once `run` has ended. Cancellation: the rest is not saved."""
+        if self._saver is not None:
+            await self._saver.drain()
+
     async def _turn(self) -> None:
         self._wakeup = trio.Event()
         self._sweep()
         now = trio.current_time()
-        while self._lanes.admit_next(now) is not None:
-            pass
+        while (admitted := self._lanes.admit_next(now)) is not None:
+            self._start_restore(admitted)
         self._make_room()
         shares = self._plan()
         if shares:
@@ -212,17 +242,44 @@ class Actor:
         else:
             await self._wakeup.wait()
 
+    def _start_restore(self, seq: Sequence) -> None:
+        if self._resumer is None or seq.options.cache == "off":
+            seq.restored(trio.current_time())
+        else:
+            self._nursery.start_soon(self._restore, self._resumer, seq, self._lanes.generation[seq.slot])
+
+    async def _restore(self, resumer: Resumer, seq: Sequence, generation: int) -> None:
+        try:
+            await resumer.restore(seq)
+        finally:
+            if seq.phase is Phase.RESTORE and self._lanes.generation[seq.slot] == generation:
+                seq.restored(trio.current_time())
+                self.wake()
+
+    def _finish(self, seq: Sequence, reason: FinishReason) -> None:
+        """End with Done; what was computed stays in its cells and goes to the store."""
+        resident = None
+        if seq.has_slot:
+            if self._saver is not None and seq.options.cache == "on":
+                self._saver.plan_end(seq)
+            resident = _resident(seq)
+        self._lanes.release(seq.finish(reason, trio.current_time()), resident)
+
     def _sweep(self) -> None:
         for seq in [s for s in self._lanes.running.values() if s.cancelled]:
-            self._lanes.release(seq.finish("cancelled", trio.current_time()))
+            self._finish(seq, "cancelled")
         for seq in [s for s in self._lanes.waiting if s.cancelled]:
             self._lanes.withdraw(seq)
             seq.finish("cancelled", trio.current_time())
 
     def _ready(self) -> list[Sequence]:
-        return [s for s in self._lanes.running.values() if s.buffer.has_room]
+        running = self._lanes.running.values()
+        return [s for s in running if s.phase is not Phase.RESTORE and s.buffer.has_room]
 
     def _make_room(self) -> None:
+        chunk = self._options.prefill_chunk_size or self.facts.n_batch
+        wanted = sum(min(chunk, s.n_tokens - s.n_kv) for s in self._ready())
+        self._lanes.reclaim(int(min(wanted, self.facts.n_batch)))
         while lacks_cells(self._ready(), self._n_free_cells):
             if not self._preempt():
                 break
@@ -260,9 +317,8 @@ class Actor:
             tuple(_row(share, seq) for share, seq in zip(shares, self._in_flight, strict=True)),
             self._pace.budget_s(self._options.decode_budget_s, n_decode, n_prefill),
         )
-        drops, self._lanes.to_drop = self._lanes.to_drop, []
         try:
-            result = await self._runner.run(self._on_model_thread, drops, step, on_cancel=self._abort)
+            result = await self._thread.step(step)
         except ErllamaError as error:
             await self._rebuild(error)
             return
@@ -291,16 +347,6 @@ class Actor:
             case StepStatus.FATAL:
                 await self._rebuild(DecodeFailed(rc=result.rc))
 
-    def _on_model_thread(self, drops: list[int], step: Step) -> StepResult:
-        for slot in drops:
-            self._backend.cut(slot, 0)
-        return self._backend.step(step)
-
-    def _abort(self) -> None:
-        abort: Callable[[], None] | None = getattr(self._backend, "abort", None)
-        if abort is not None:
-            abort()
-
     # --- what a step changes ---
 
     def _apply(self, shares: list[Share], result: StepResult) -> None:
@@ -308,6 +354,8 @@ class Actor:
         for share, sampled in zip(shares, result.sampled, strict=True):
             seq = self._lanes.running[share.slot]
             seq.computed(share.start + share.n, now)
+            if self._saver is not None and seq.options.cache == "on":
+                self._saver.plan_blocks(seq)
             if seq.cancelled or not share.sampled:
                 continue
             if sampled is None:
@@ -323,7 +371,7 @@ class Actor:
         piece: Callable[[int], bytes] = getattr(self._backend, "piece", lambda _: b"")
         reason = seq.accept(sampled, piece=piece(sampled.token), is_eog=is_eog(sampled.token), now=now)
         if reason is not None:
-            self._lanes.release(seq.finish(reason, now))
+            self._finish(seq, reason)
 
     def _yield_room(self, shares: list[Share]) -> None:
         """The model refused for lack of cells, and nothing changed: ask for less, then for fewer."""
@@ -333,7 +381,7 @@ class Actor:
         elif not self._preempt():
             seq = self._lanes.running[largest.slot]
             if seq.n_generated:
-                self._lanes.release(seq.finish("length", trio.current_time()))
+                self._finish(seq, "length")
             else:
                 error = ContextOverflow(
                     f"the model has no room for a prompt of {seq.n_prompt} tokens",
@@ -348,25 +396,12 @@ class Actor:
             return
         targets = [(slot, seq.n_tokens - 1) for slot, seq in survivors]
         try:
-            kept = await self._runner.run(self._cut_on_model_thread, targets, on_cancel=self._abort)
+            kept = await self._thread.cut_to_known(targets)
         except ErllamaError as error:
             await self._rebuild(error)
             return
         for (_, seq), n_kv in zip(survivors, kept, strict=True):
             seq.rewind(n_kv)
-
-    def _cut_on_model_thread(self, targets: list[tuple[int, int]]) -> list[int]:
-        """Cut each slot to what is both in memory and at most its target; 0 where that cannot be exact."""
-        n_kv: Callable[[int], int] = getattr(self._backend, "n_kv", lambda _: 0)
-        kept = []
-        for slot, most in targets:
-            n = min(n_kv(slot), most)
-            if n and not self._backend.cut(slot, n):
-                n = 0
-            if not n:
-                self._backend.cut(slot, 0)
-            kept.append(n)
-        return kept
 
     async def _rebuild(self, error: ErllamaError) -> None:
         """A fresh context. Who ran fails with `error`; who waits goes on."""
@@ -374,14 +409,25 @@ class Actor:
         for slot, seq in list(self._lanes.running.items()):
             seq.fail(error)
             self._lanes.release(slot)
-        rebuild: Callable[[], None] | None = getattr(self._backend, "rebuild", None)
-        if rebuild is None:
+        if getattr(self._backend, "rebuild", None) is None:
             raise error
-        self._lanes.to_drop.clear()
+        self._lanes.clear_memory()
         self._n["rebuilt"] += 1
-        await self._runner.run(rebuild)
+        await self._thread.rebuild()
 
 
 def _row(share: Share, seq: Sequence) -> Row:
     tokens = seq.ledger[share.start : share.start + share.n]
     return Row(share.slot, share.start, tokens, seq.sampler if share.sampled else None)
+
+
+def _resident(seq: Sequence) -> Resident:
+    """What a sequence leaves in its slot."""
+    return Resident(
+        slot=seq.slot,
+        ledger=np.asarray(seq.ledger[: seq.n_kv], np.int32),
+        cells=seq.cells,
+        path=seq.path,
+        last_used=trio.current_time(),
+        session_id=seq.options.session_id,
+    )

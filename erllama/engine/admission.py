@@ -1,16 +1,28 @@
 """Who waits, who runs, and in which lane: the slots and cells of one context.
 
-Sync and pure of I/O. Slots are handed out lowest first, because llama.cpp batches separate streams
-only where their ids are adjacent. Cells are counted by what sequences already hold or are known to
-need, plus a small reserve for decoding, never by `max_tokens`: when room runs out after all, the
-youngest sequence gives up its cells and waits again.
+Sync and pure of I/O: decisions about memory are put into `ops` and done before the next native call.
+Slots are handed out lowest first, because llama.cpp batches separate streams only where their ids are
+adjacent. Cells are counted by what sequences already hold or are known to need, plus a small reserve for
+decoding, never by `max_tokens`, and shared ones once.
+
+Where memory allows it (`ranges`), a sequence that is over stays in its cells as a *resident* until somebody
+needs the room, and whoever comes with the same beginning shares it: with residents and with sequences
+that still run. When room runs out, residents go first, the longest unused one before others; then the
+youngest running sequence gives up its cells and waits again.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .cells import Cells, n_distinct
+from .memory_ops import Cut, MemoryOp, Share
+from .node_path import NodePath
+from .resident import Resident, n_common
 
 if TYPE_CHECKING:
     from erllama.backend import BackendFacts
@@ -21,58 +33,134 @@ DECODE_RESERVE = 32  # cells kept for each running sequence to grow into
 
 
 class Lanes:
-    """The waiting queue and the running sequences."""
+    """The waiting queue, the running sequences and the residents."""
 
     def __init__(self, facts: BackendFacts) -> None:
         self._n_cells = None if facts.streams_separate else facts.n_cells
-        self._free = list(range(facts.n_slots))
-        heapq.heapify(self._free)
+        self._ranges = facts.ranges
+        self._empty = list(range(facts.n_slots))
         self.n_slots = facts.n_slots
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
-        self.to_drop: list[int] = []  # lanes whose memory is stale; cleared before the next step
+        self.residents: dict[int, Resident] = {}
+        self.generation: Counter[int] = Counter()  # of a slot: changes when what it holds is given up
+        self.reading: Counter[int] = Counter()  # saves that still have to read a slot
+        self._ops: list[MemoryOp] = []
         self._crowded = False  # somebody gave way: who came back at once would be sent away again, for ever
 
     def __repr__(self) -> str:
         return f"<Lanes {len(self.running)}/{self.n_slots} running, {len(self.waiting)} waiting>"
 
+    def take_ops(self) -> list[MemoryOp]:
+        """What is to be done to memory before anything else; the caller does it."""
+        ops, self._ops = self._ops, []
+        return ops
+
     @property
     def n_available(self) -> int:
-        """Slots nobody owns."""
-        return len(self._free)
+        """Slots no request owns."""
+        return self.n_slots - len(self.running)
 
     @property
     def n_free_cells(self) -> int | None:
         """Cells nobody holds; None where every sequence has its own."""
         if self._n_cells is None:
             return None
-        return self._n_cells - sum(s.n_kv for s in self.running.values())
+        return self._n_cells - n_distinct(holder.cells for holder in self._holders())
+
+    def _holders(self) -> list[Resident | Sequence]:
+        return [*self.residents.values(), *self.running.values()]
+
+    # --- admission ---
 
     def can_admit(self, seq: Sequence) -> bool:
-        """Whether `seq` could run now."""
-        if not self._free or self._crowded:
+        """Whether `seq` could run now; residents are not in its way."""
+        if not self.n_available or self._crowded:
             return False
         if self._n_cells is None or not self.running:
             return True
-        return sum(map(_need, self.running.values())) + _need(seq) <= self._n_cells
+        held = n_distinct(s.cells for s in self.running.values())
+        growth = sum(_need(s) - s.n_kv for s in self.running.values())
+        lacking = held + growth + _need(seq) - self._n_cells
+        return lacking <= 0 or lacking <= max(self._n_shared(seq, s) for s in self.running.values())
 
     def admit_next(self, now: float) -> Sequence | None:
         """Give the head of the queue a slot if it fits; strictly first come, first served."""
         if not self.waiting or not self.can_admit(self.waiting[0]):
             return None
-        seq = self.waiting.popleft()
-        slot = heapq.heappop(self._free)
+        seq = self.waiting[0]
+        source, n = self._best_source(seq)
+        slot = self._take_slot(source)
+        if slot is None:
+            return None  # every free slot is still being saved
+        self.waiting.popleft()
+        shared, path = Cells(), NodePath()
+        if source is not None:
+            shared, path = source.cells.shared(n), source.path.up_to(n)
+            self._ops.append(Cut(slot, n) if slot == source.slot else Share(source.slot, slot, n))
+        if slot in self.residents:
+            del self.residents[slot]
+            self.generation[slot] += 1
         self.running[slot] = seq
-        seq.admit(slot, now)
+        seq.admit(slot, now, shared, path)
         return seq
 
-    def release(self, slot: int | None) -> None:
-        """A lane was given up; its memory is dropped before it is used again."""
-        if slot is not None:
-            self._crowded = False
-            del self.running[slot]
-            heapq.heappush(self._free, slot)
-            self.to_drop.append(slot)
+    def _best_source(self, seq: Sequence) -> tuple[Resident | Sequence | None, int]:
+        """Who holds the longest beginning of `seq`, and how much of it; its last token is always computed."""
+        best: tuple[Resident | Sequence | None, int] = (None, 0)
+        for holder in self._holders():
+            n = self._n_shared(seq, holder)
+            if n > best[1]:
+                best = holder, n
+        return best
+
+    def _n_shared(self, seq: Sequence, holder: Resident | Sequence) -> int:
+        if not self._ranges:
+            return 0
+        n = min(holder.n_kv, seq.n_tokens - 1)
+        return n_common(seq.ledger[:n], np.asarray(holder.ledger[:n], np.int32))
+
+    def _take_slot(self, source: Resident | Sequence | None) -> int | None:
+        """An empty slot, else the longest unused resident's, the source's own only as the last."""
+        if self._empty:
+            return heapq.heappop(self._empty)
+        free = [r for r in self.residents.values() if not self.reading[r.slot]]
+        others = [r for r in free if r is not source]
+        if others:
+            victim = min(others, key=lambda r: r.last_used)
+            self._forget(victim)
+            return heapq.heappop(self._empty)
+        return source.slot if source in free and source is not None else None
+
+    # --- giving up ---
+
+    def release(self, slot: int | None, resident: Resident | None = None) -> None:
+        """A lane was given up. What `resident` describes stays in its cells; without it they are freed."""
+        if slot is None:
+            return
+        self._crowded = False
+        del self.running[slot]
+        if resident is not None and self._ranges and resident.n_kv:
+            self.residents[slot] = resident
+        else:
+            self._vacate(slot)
+
+    def _forget(self, resident: Resident) -> None:
+        del self.residents[resident.slot]
+        self._vacate(resident.slot)
+
+    def _vacate(self, slot: int) -> None:
+        self.generation[slot] += 1
+        heapq.heappush(self._empty, slot)
+        self._ops.append(Cut(slot, 0))
+
+    def reclaim(self, n_wanted: int) -> None:
+        """Free cells of residents until `n_wanted` are free, longest unused first."""
+        while (free := self.n_free_cells) is not None and free < n_wanted:
+            idle = [r for r in self.residents.values() if not self.reading[r.slot]]
+            if not idle:
+                return
+            self._forget(min(idle, key=lambda r: r.last_used))
 
     def preempt_youngest(self) -> Sequence | None:
         """Send the youngest running sequence back to the head of the queue; None if only one runs.
@@ -90,6 +178,12 @@ class Lanes:
     def withdraw(self, seq: Sequence) -> None:
         """Take a waiting sequence out of the queue."""
         self.waiting.remove(seq)
+
+    def clear_memory(self) -> None:
+        """The context was rebuilt: nothing is in memory any more."""
+        for resident in list(self.residents.values()):
+            self._forget(resident)
+        self._ops.clear()
 
 
 def _need(seq: Sequence) -> int:

@@ -1,0 +1,41 @@
+"""Sequences that are over but whose KV is still in its cells, until somebody needs the room."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from numpy.typing import NDArray
+
+    from .cells import Cells
+    from .node_path import NodePath
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Resident:
+    """What a slot still holds: the KV of every token of `ledger`."""
+
+    slot: int
+    ledger: NDArray[np.int32]
+    cells: Cells
+    path: NodePath
+    last_used: float
+    session_id: Hashable = None
+
+    @property
+    def n_kv(self) -> int:
+        """Tokens in memory."""
+        return len(self.ledger)
+
+
+def n_common(a: Sequence[int], b: NDArray[np.int32]) -> int:
+    """Length of the common beginning of two token sequences, compared token by token."""
+    n = min(len(a), len(b))
+    differ = np.asarray(a[:n], np.int32) != b[:n]
+    first = int(differ.argmax()) if n else 0
+    return first if n and differ[first] else n
