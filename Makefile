@@ -27,7 +27,7 @@ check: build  ## lint, types and layers only
 
 build: $(DEPS)  ## the virtual environment, the native library and the package in it
 	@$(PY) build_libllama.py $(BUILD)
-	@$(MAKE) --no-print-directory $(INSTALLED)
+	@$(MAKE) --silent --no-print-directory $(INSTALLED)
 
 sources: $(DEPS)  ## only fetch, unpack and verify the llama.cpp sources
 	@$(PY) build_libllama.py --fetch-only

@@ -14,8 +14,9 @@ import dataclasses
 import difflib
 import math
 import os
+import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, dataclass_transform
+from typing import Any, Literal, TypeGuard, TypeVar, dataclass_transform
 
 import psutil
 
@@ -91,13 +92,19 @@ def integer(low: int, high: int | None = None) -> Check:
     return check
 
 
+def _finite(value: object) -> TypeGuard[float]:
+    """Whether it is a number that a double can hold: NaN compares false, whole numbers may be too large."""
+    limit = sys.float_info.max
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and -limit <= value <= limit
+
+
 def number(low: float, high: float = math.inf, *, above_low: bool = False) -> Check:
     """A finite number in [low, high], or (low, high] with `above_low`."""
     border = "above" if above_low else "of at least"
     wanted = f"a finite number {border} {low:g}" + ("" if high == math.inf else f" and at most {high:g}")
 
     def check(value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if not _finite(value):
             raise Rejected(wanted)
         if value < low or value > high or (above_low and value == low):
             raise Rejected(wanted)
@@ -174,8 +181,8 @@ def logit_biases(value: object) -> dict[int, float]:
     for token, bias in value.items():
         if isinstance(token, bool) or not hasattr(token, "__index__"):
             raise Rejected(wanted)
-        if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not bias < math.inf:
-            raise Rejected(wanted)  # "not <" refuses NaN too
+        if not _finite(bias) and bias != -math.inf:
+            raise Rejected(wanted)
         biases[int(token)] = float(bias)
     return biases
 
@@ -193,7 +200,7 @@ def tensor_shares(value: object) -> tuple[float, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) > 16:
         raise Rejected(wanted)
     for share in value:
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < math.inf:
+        if not _finite(share) or share < 0:
             raise Rejected(wanted)
     return tuple(float(share) for share in value)
 

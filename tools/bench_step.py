@@ -14,6 +14,7 @@ import argparse
 import gc
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -200,8 +201,10 @@ async def heartbeat(path: Path) -> list[Lateness]:
     return found
 
 
-def report(comparisons: list[Comparison], beats: list[Lateness]) -> None:
-    """Two tables."""
+def report(comparisons: list[Comparison], beats: list[Lateness], load: float) -> None:
+    """Two tables, and a word of warning where others were computing too."""
+    if load > 0.5:
+        print(f"The machine was not idle (load {load:.1f}): figures of a busy machine say little.\n")
     print(f"{'':<14}{'bare':>12}{'API':>12}{'API/bare':>12}{'±':>8}")
     for c in comparisons:
         print(f"{c.name:<14}{c.bare_per_s:>8.1f} t/s{c.api_per_s:>8.1f} t/s{c.ratio:>12.3f}{c.spread:>8.3f}")
@@ -213,13 +216,15 @@ def report(comparisons: list[Comparison], beats: list[Lateness]) -> None:
 async def bench(args: argparse.Namespace) -> dict[str, object]:
     """Everything, once."""
     path = args.model or models.default_model()
+    load = os.getloadavg()[0]
     comparisons = [await compare(path, n_seq, args.runs, args.tokens) for n_seq in (1, 8)]
     beats = await heartbeat(path)
-    report(comparisons, beats)
+    report(comparisons, beats, load)
     return {
         "model": path.name,
         "n_tokens": args.tokens,
         "n_runs": args.runs,
+        "load_before": load,
         "throughput": [asdict(c) for c in comparisons],
         "heartbeat": [asdict(b) for b in beats],
     }

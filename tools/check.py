@@ -1,4 +1,4 @@
-"""Everything that must hold before tests are worth running: style, types, layers, links.
+"""Everything that must hold before tests are worth running: style, types, layers, docs.
 
     python tools/check.py            all checks, a line each; the output of those that failed
     python tools/check.py ruff types the named ones
@@ -22,7 +22,7 @@ CHECKS: dict[str, tuple[str, ...]] = {
     "types": ("mypy",),
     "layers": (*PYTEST, "tests/test_layers.py"),
     "exports": (*PYTEST, "tests/test_exports.py"),
-    "links": (*PYTEST, "tests/test_docs.py", "-k", "link or reason or option"),
+    "docs": (*PYTEST, "tests/test_docs.py", "-m", "not model"),
 }
 
 
@@ -40,7 +40,7 @@ def run(name: str) -> bool:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Style, types, layers, links: what must hold before tests.")
+    parser = argparse.ArgumentParser(description="Style, types, layers, docs: what must hold before tests.")
     parser.add_argument("checks", nargs="*", metavar="CHECK", help=f"some of: {', '.join(CHECKS)}")
     chosen = parser.parse_args(argv).checks or list(CHECKS)
     if unknown := [name for name in chosen if name not in CHECKS]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from .progress import bar, default_path
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable, Iterator
 
     from erllama.types import Completion
 
@@ -90,36 +92,46 @@ def _speed(completion: Completion) -> str:
 
 
 async def _one_by_one(model: Any) -> Round:
-    started = time.perf_counter()
-    n_tokens = 0
-    with bar("Eight prompts one by one") as draw:
-        for n_done, topic in enumerate(TOPICS):
-            draw(n_done / N_SEQUENCES)
-            n_tokens += await _short_answer(model, topic)
-    return Round("one by one", time.perf_counter() - started, n_tokens)
+    with _counting("Eight prompts one by one") as count:
+        started = time.perf_counter()
+        for topic in TOPICS:
+            await _short_answer(model, topic, count)
+        return Round("one by one", time.perf_counter() - started, count.n_tokens)
 
 
 async def _together(model: Any) -> Round:
-    started = time.perf_counter()
-    counts: list[int] = []
-
-    with bar("The same eight together") as draw:
-        draw(0.0)
-
-        async def ask(topic: str) -> None:
-            counts.append(await _short_answer(model, topic))
-            draw(len(counts) / N_SEQUENCES)
-
+    with _counting("The same eight together") as count:
+        started = time.perf_counter()
         async with trio.open_nursery() as nursery:
             for topic in TOPICS:
-                nursery.start_soon(ask, topic)
-    return Round("together", time.perf_counter() - started, sum(counts))
+                nursery.start_soon(_short_answer, model, topic, count)
+        return Round("together", time.perf_counter() - started, count.n_tokens)
 
 
-async def _short_answer(model: Any, topic: str) -> int:
+@contextmanager
+def _counting(title: str) -> Iterator[Counter]:
+    with bar(title) as draw:
+        yield Counter(draw)
+
+
+class Counter:
+    """Counts tokens and draws how many of those to come have come."""
+
+    def __init__(self, draw: Callable[[float], None]) -> None:
+        self.n_tokens = 0
+        self._draw = draw
+
+    def add(self) -> None:
+        self.n_tokens += 1
+        self._draw(self.n_tokens / (N_SEQUENCES * N_TOKENS))
+
+
+async def _short_answer(model: Any, topic: str, count: Counter) -> None:
     prompt = _chat(f"Write a short poem about {topic}.")
-    completion: Completion = await model.complete(prompt, max_tokens=N_TOKENS, temperature=0.0)
-    return completion.stats.n_generated
+    async with model.stream(prompt, max_tokens=N_TOKENS, temperature=0.0) as events:
+        async for event in events:
+            if isinstance(event, erllama.TokenId):
+                count.add()
 
 
 def _print_rounds(rounds: list[Round]) -> None:
@@ -142,7 +154,7 @@ def _print_rounds(rounds: list[Round]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(*heads[:1], title=None)
+    table = Table(heads[0])
     for head in heads[1:]:
         table.add_column(head, justify="right")
     for row in rows:

@@ -23,7 +23,8 @@ def bar(title: str, *, announce: bool = False) -> Iterator[Callable[[float], Non
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    display = Progress(*columns, console=console, transient=True)
+    # Few redraws: they share the interpreter with the engine's event loop.
+    display = Progress(*columns, console=console, transient=True, refresh_per_second=4)
     task = display.add_task(title, total=1.0, start=False)
     begun = False
 

@@ -89,6 +89,7 @@ class Handle:
                     await runner.run(backend.close)
             finally:
                 runner.close()
+            await trio.lowlevel.checkpoint_if_cancelled()  # a load that was told to stop fails as told
             raise
         return cls(model_id, backend, facts, options, runner, link(facts), flush_s)
 

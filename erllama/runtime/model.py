@@ -81,6 +81,7 @@ class Model:
     async def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return await self.tokenize_async(prompt)
+        await trio.lowlevel.checkpoint()
         return _token_ids(prompt)
 
     async def reset_session(self, session_id: Hashable) -> Literal["recovered", "not_found"]:
@@ -203,7 +204,7 @@ def _token_ids(tokens: Sequence[int]) -> list[int]:
         array = np.asarray(tokens)
     except (TypeError, ValueError) as why:
         raise InvalidContent(f"these are no token ids: {why}") from None
-    if array.size and (array.ndim != 1 or not np.issubdtype(array.dtype, np.integer)):
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise InvalidContent("a prompt is text (str) or a flat sequence of whole numbers (token ids)")
     ids: list[int] = array.tolist()
     return ids

@@ -202,9 +202,10 @@ class FakeBackend:
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """UTF-8 bytes; with `parse_special`, `<eog>` and `<control>` are their tokens."""
-        parts = re.split("(<eog>|<control>)", text) if parse_special else [text]
+        special = SPECIAL if parse_special else {}
+        parts = re.split("(<eog>|<control>)", text)
         try:
-            return [t for part in parts for t in SPECIAL.get(part) or part.encode()]
+            return [t for part in parts for t in special.get(part) or part.encode()]
         except UnicodeEncodeError as why:
             raise InvalidContent(f"the text has a lone surrogate: {why}") from None
 

@@ -169,6 +169,7 @@ def test_text_and_tokens():
     ids = [0xC3, 0xA9, EOG, 0x78, CONTROL, CONTROL]
     assert backend.tokenize(text, add_special=True, parse_special=True) == ids
     assert backend.tokenize(text, add_special=True, parse_special=False) == list(text.encode())
+    assert backend.tokenize("<control>", add_special=True, parse_special=False) == list(b"<control>")
     assert backend.detokenize(ids).decode() == text
     assert [backend.piece(t) for t in (0x78, EOG, CONTROL)] == [b"x", b"", b""]
     assert [t for t in range(N_VOCAB) if backend.is_eog(t)] == [EOG]

@@ -62,10 +62,11 @@ def run(request: Request, progress: Progress) -> Built:
     from tools.libllama.install import NoVariantRuns  # needs cffi and gguf, just checked
 
     pin, on = read_pin(), Platform.here()
+    commit = "local" if request.source else pin.commit
     profile = plan_profile(
         request.backend,
         on,
-        commit=pin.commit,
+        commit=commit,
         native=request.native,
         server_tools=request.server_tools,
         extra_args=request.cmake_args,
@@ -80,7 +81,7 @@ def run(request: Request, progress: Progress) -> Built:
         portable = plan_profile(
             request.backend,
             on,
-            commit=pin.commit,
+            commit=commit,
             server_tools=request.server_tools,
             extra_args=request.cmake_args,
         )

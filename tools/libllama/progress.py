@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# How ninja (with the status we give it) and pip's bar spell "so many of so many".
+_PACE_AFTER = 20  # objects; the first few tell nothing about the rest
+# How ninja, with the status we give it, spells "so many of so many".
 _COUNTER = re.compile(r"^\[(\d+)/(\d+)\] ?(.*)")
 
 
@@ -63,7 +64,15 @@ class Progress:
     def feed(self, line: str) -> None:
         """Take one line of a running command's output as progress, if it counts something."""
         if found := _COUNTER.match(line):
-            self.update(_shorten(found[3]), done=int(found[1]), total=int(found[2]))
+            done, total = int(found[1]), int(found[2])
+            self.update(_shorten(found[3]) + self._left(done, total), done=done, total=total)
+
+    def _left(self, done: int, total: int) -> str:
+        """How long the rest will take at the pace so far, once there is a pace."""
+        left_s = self.elapsed_s / done * (total - done) if done else 0.0
+        if done < _PACE_AFTER or left_s < 60:
+            return ""
+        return f", about {left_s / 60:.0f} min left"
 
     @property
     def elapsed_s(self) -> float:

@@ -1,0 +1,45 @@
+"""An engine with one arithmetic model, for tests of what users call."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import trio
+import trio.testing
+
+import erllama
+from erllama.testing import FakeBackend
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from erllama import Engine, Event, Model
+
+
+@asynccontextmanager
+async def loaded(backend: FakeBackend | None = None, **config: object) -> AsyncIterator[Model]:
+    """A model on an engine, for the block; who hangs for a minute fails."""
+    with trio.fail_after(60):
+        async with erllama.open_engine(**config) as engine:
+            yield await load(engine, backend)
+
+
+async def load(engine: Engine, backend: FakeBackend | None = None, model_id: str = "fake") -> Model:
+    """Load an arithmetic model."""
+    return await engine.load_model(backend=backend or FakeBackend(), model_id=model_id)
+
+
+async def events_of(model: Model, prompt: str | list[int], **generation: object) -> list[Event]:
+    """Everything a stream delivers."""
+    async with model.stream(prompt, **generation) as events:
+        return [event async for event in events]
+
+
+async def wait_idle(model: Model) -> None:
+    """Let the actor sweep, then assert that nothing waits or runs."""
+    await trio.testing.wait_all_tasks_blocked()
+    s = model.statistics()
+    assert (s.n_waiting, s.n_prefilling, s.n_decoding, s.n_available) == (0, 0, 0, s.n_slots)
+    assert model.queue_depth() == model.pending_len() == 0
+    assert model.phase() == "idle"
