@@ -130,8 +130,7 @@ async def _fix(catalog: Catalog, tiers: TierSet, state: TierState, files: list[F
     for finding in files:
         part = parse_file_name(os.path.basename(finding.where))
         if part is not None and finding.kind in ("damaged", "missing"):
-            tiers.damaged(
-                part, Damaged("missing" if finding.kind == "missing" else "payload", finding.detail)
-            )
+            what = "missing" if finding.kind == "missing" else "payload"
+            tiers.damaged(part, Damaged(what, finding.detail), slot=state.slot)
     await tiers.empty_trash()
     await tiers.resync(state)

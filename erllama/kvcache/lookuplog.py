@@ -1,8 +1,11 @@
 """A log of look-ups and saves that `kvc sim` can replay under other budgets. Off unless a path is given.
 
 A CBOR sequence in one file, mode 0600: it holds prompts as token ids. Records are arrays:
-["find", seconds, space, token ids] and ["save", seconds, space, name, parent, start, token ids, kind, payload
-bytes, provenance, flags]; space is an index into the identities named by ["space", index, shape hash, salt] before.
+
+    ["space", index, shape hash, salt]
+    ["find", seconds, space index, token ids]
+    ["save", seconds, space index, name, parent, start, token ids, kind, payload bytes, provenance, flags,
+     text bytes]
 """
 
 from __future__ import annotations

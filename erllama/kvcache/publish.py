@@ -81,13 +81,14 @@ class Outgoing:
 class _Staged:
     """A temporary on its way."""
 
-    __slots__ = ("fd", "part", "reserved", "target", "temporary")
+    __slots__ = ("fd", "named", "part", "reserved", "target", "temporary")
 
     def __init__(self, root: Root, part: Outgoing) -> None:
         self.part = part
         self.target = root.target(part.meta.name, part.kind)
         self.temporary = root.temporary(self.target)
         self.fd: int | None = None
+        self.named = False  # whether the temporary's name exists
         self.reserved = 0  # bytes to give back unless the target takes them over
 
 
@@ -123,6 +124,7 @@ def _reserve(root: Root, staged: Sequence[_Staged]) -> None:
             if item.fd is None:  # left by an earlier failure of this very process: nobody else has the name
                 root.files.unlink(item.temporary)
                 item.fd = root.files.create(item.temporary)
+            item.named = True
             root.files.set_size(item.fd, item.part.file_bytes)
 
 
@@ -158,7 +160,6 @@ def _link(root: Root, item: _Staged, there: set[bytes]) -> Outcome:
         return Outcome.NO_PARENT
     try:
         _link_new(root, item)
-        item.reserved = 0
         return Outcome.PUBLISHED
     except FileExistsError:
         return _meet_existing(root, item)
@@ -172,13 +173,16 @@ def _link_new(root: Root, item: _Staged) -> None:
         if no.errno not in LINKS_MISSING:
             raise
     else:
+        item.reserved = 0
         root.files.unlink(item.temporary)
+        item.named = False
         return
     lock = root.lock_renaming()
     try:
         if root.files.exists(item.target):
             raise FileExistsError(item.target)
         root.files.rename(item.temporary, item.target)
+        item.named, item.reserved = False, 0
     finally:
         root.files.close(lock)
 
@@ -194,7 +198,7 @@ def _meet_existing(root: Root, item: _Staged) -> Outcome:
     except Damaged:
         old_bytes = _size_of(root, item.target)
     root.files.rename(item.temporary, item.target)
-    item.reserved = 0
+    item.named, item.reserved = False, 0
     root.give_back(old_bytes)
     return Outcome.REPLACED
 
@@ -220,11 +224,11 @@ def _clean_up(root: Root, staged: Sequence[_Staged]) -> None:
         if item.fd is not None:
             with contextlib.suppress(OSError):
                 root.files.close(item.fd)
-    if not any(item.reserved for item in staged):
+    if not any(item.named or item.reserved for item in staged):
         return
     with contextlib.suppress(OSError, TierBusy), root.adding():
         for item in staged:
-            if item.fd is not None and item.reserved:
+            if item.named:
                 root.files.unlink(item.temporary)
             root.give_back(item.reserved)
             item.reserved = 0

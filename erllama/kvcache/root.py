@@ -68,6 +68,7 @@ class Root:
         self._usage_path = os.path.join(self.path, "usage")
         self._lock_wait_s = lock_wait_s
         self._owner_fd: int | None = None
+        self.last_used_bytes = 0  # what the shared counter said when this process last saw it
         self._changes = 0  # the shared change count as of our last look
         self._foreign = True  # whether others changed something since
 
@@ -218,8 +219,10 @@ class Root:
         used, changes = _USAGE.unpack(data) if n == _USAGE.size else (0, 0)
         if changes != self._changes:
             self._changes, self._foreign = changes, True
+        self.last_used_bytes = int(used)
         return int(used)
 
     def _write_usage(self, fd: int, used: int) -> None:
         self._changes += 1
+        self.last_used_bytes = used
         os.pwrite(fd, _USAGE.pack(used, self._changes), 0)  # torn by a crash: the next listing corrects it

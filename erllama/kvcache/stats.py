@@ -65,9 +65,9 @@ class StoreStatistics:
     """What `KvStore.statistics()` returns.
 
     Hits by kind: `exact` covers the whole prompt, `resume` was found by the caller's key, `longest_prefix`
-    covers a beginning. `bytes_read` and `bytes_written` by tier name; `damage` and `rejected` by what was wrong.
-    `age_at_hit_s` sums the seconds since the last use of each node hit, `prefill_saved_s` the estimated
-    prefill time of all tokens matched. `memory_bytes` = RAM tier in use, the index included.
+    covers a beginning. `bytes_read` and `bytes_written` by tier name; `damage` and `rejected` by what was
+    wrong. `age_at_hit_s` sums the seconds since the last use of each node hit, `prefill_saved_s` the
+    estimated prefill time of all tokens matched. `memory_bytes`: the RAM tier's use, the index included.
     """
 
     n_nodes: int

@@ -1,7 +1,7 @@
 """The store's asynchronous face: find, lease, save, pin, evict, flush, check.
 
-Deciding is done in the catalog, synchronously, so every change is atomic between two awaits; file work is done
-in worker threads. A save is readable as soon as `save` returns; it is durable when its jobs are done.
+Deciding is done in the catalog, synchronously, so every change is atomic between two awaits; file work is
+done in worker threads. A save is readable as soon as `save` returns; it is durable when its jobs are done.
 
 Rule 1: a look-up or save never raises for what the store is made of (damage, full or failing tiers): it is a
         miss or a refusal, counted and logged.
@@ -177,7 +177,7 @@ class KvStore:
         return await self._finder.find(identity, prompt, canonical=canonical, resume_key=resume_key)
 
     def peek(self, identity: Identity, prompt: Prompt) -> tuple[int, int]:
-        """Tokens and bytes of the longest stored beginning, in whole nodes. A plain read: no I/O, no count."""
+        """Tokens and bytes of the longest stored beginning, in whole nodes. A plain read, without I/O."""
         return self._finder.peek(identity, prompt)
 
     def lease(self, match: Match) -> Lease:
@@ -490,17 +490,19 @@ class KvStore:
         """Every inconsistency between index, RAM and files; payloads are read. `fix`: repair them."""
         return await check_store(self._catalog, self._tiers, run=self._run, fix=fix)
 
-    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Start the tiers and work until cancelled; `open_store` does this."""
+    async def start(self) -> None:
+        """Start the tiers; `open_store` does this. Raises: `InvalidConfig`."""
         for options in self._options.tiers:
             await self.add_tier(options)
         if self._options.ram.spill is not None:
             self._tiers.named(self._options.ram.spill)
+
+    async def run(self) -> None:
+        """Write and look after things until cancelled; `open_store` does this."""
         async with trio.open_nursery() as nursery:
             for _ in range(self._options.writer_max_concurrent):
                 nursery.start_soon(self._writer.run_worker)
             nursery.start_soon(self._run_housekeeping)
-            task_status.started()
 
     async def close(self) -> None:
         """Take no more saves, flush, give up the tiers' locks. What is in RAM only is gone after."""
@@ -592,14 +594,20 @@ async def open_store(options: StoreOptions | None = None, **overrides: Any) -> A
     """
     options = dataclasses.replace(options or StoreOptions(), **overrides)
     store = KvStore(options)
+    await store.start()
+    error: Exception | None = None
     async with trio.open_nursery() as nursery:
-        await nursery.start(store.run)
+        nursery.start_soon(store.run)
         try:
             yield store
+        except Exception as raised:  # raised again below, as itself and not as a group of one
+            error = raised
         finally:
             with trio.move_on_after(options.shutdown_s, shield=True):
                 await store.close()
-            nursery.cancel_scope.cancel()
+        nursery.cancel_scope.cancel()
+    if error is not None:
+        raise error
 
 
 __all__ = [

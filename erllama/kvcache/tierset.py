@@ -19,6 +19,7 @@ import trio
 
 from erllama.errors import InvalidConfig
 
+from .catalog import FileRef
 from .header import Damaged
 from .parts import RAM
 from .planner import headroom
@@ -29,7 +30,7 @@ from .trie import NeedKey
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from .catalog import Catalog, FileRef
+    from .catalog import Catalog
     from .filetier import FileTier
     from .meta import NodeMeta
     from .recover import PartId, Scan
@@ -53,8 +54,12 @@ class TierState:
     failures: int = 0
     retry_at: float = 0.0
     error: str | None = None
-    used_bytes: int = 0
     removing: trio.Lock = field(default_factory=trio.Lock)  # one eviction round of ours at a time
+
+    @property
+    def used_bytes(self) -> int:
+        """What the tier holds, as this process last saw it."""
+        return self.tier.root.last_used_bytes
 
     @property
     def writable(self) -> bool:
@@ -242,8 +247,11 @@ class TierSet:
 
     # --- removing ---------------------------------------------------------------------------------
 
-    def damaged(self, ref: PartId, damage: Damaged) -> None:
-        """A part turned out not to be what it should: forget it and what needs it, quarantine its file."""
+    def damaged(self, ref: PartId, damage: Damaged, *, slot: int | None = None) -> None:
+        """A part turned out not to be what it should: forget it and what needs it, quarantine its file.
+
+        `slot`: the tier its file is on, where the index may not know it.
+        """
         catalog, (name, kind) = self._catalog, ref
         self._counters.damage[damage.what] += 1
         log.warning("part %s %s is damaged: %s", name.hex()[:16], kind.name, damage)
@@ -251,6 +259,8 @@ class TierSet:
         if part:
             for file in catalog.drop_part(part):
                 self._trash[file] = (file.name, file.kind) == ref and damage.what != "missing"
+        elif slot is not None:
+            self._trash[FileRef(slot, name, kind)] = True
 
     def discard(self, files: Iterable[FileRef]) -> None:
         """Have files removed that the index has dropped."""
@@ -356,7 +366,7 @@ class TierSet:
 
     async def _measure(self, state: TierState) -> int:
         if not state.tier.root.read_only:
-            state.used_bytes = await self._run(state.tier.root.used_bytes)
+            await self._run(state.tier.root.used_bytes)
         return state.used_bytes
 
 

@@ -45,6 +45,10 @@ class Job:
     done: trio.Event = field(default_factory=trio.Event)
     outcome: Refusal | bool | None = None
 
+    def __repr__(self) -> str:
+        state = "pending" if self.outcome is None else self.outcome
+        return f"<Job {self.ref[0].hex()[:12]} {self.ref[1].name.lower()}: {state}>"
+
     async def wait(self) -> bool:
         """Wait until the part is durable or refused; True if durable. Cancellation: leaves nothing behind."""
         await self.done.wait()
