@@ -161,8 +161,8 @@ class OptionalBackend(Backend, Protocol):
     def n_kv(self, slot: int) -> int:
         """Tokens of the sequence that are in memory."""
 
-    def share(self, src: int, dst: int, n: int) -> None:
-        """Let the empty slot `dst` hold [0, n) of `src` as well. No data moves."""
+    def share(self, src: int, dst: int, start: int, end: int) -> None:
+        """Let `dst`, which ends at `start`, hold [start, end) of `src` as well. No data moves."""
 
     def export_bytes(self, slot: int, start: int, end: int) -> int:
         """Size of what `export` would write."""

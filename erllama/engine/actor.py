@@ -103,6 +103,7 @@ class Actor:
         self._pace = Pace()
         self._in_flight: list[Sequence] = []
         self._aborting = False
+        self._following: set[Sequence] = set()  # they wait for an older one that computes the same prompt
         self._squeeze: int | None = None  # a smaller prefill chunk after a refused step
         self._wakeup = trio.Event()
         self._stopped: ErllamaError | None = None
@@ -224,6 +225,11 @@ class Actor:
             for seq in left:
                 each.callback(seq.fail, reason)
 
+    async def wait_saved(self) -> None:
+        """Until everything computed so far is in the store. Cancellation: harmless."""
+        if self._saver is not None:
+            await self._saver.wait_idle()
+
     async def flush(self) -> None:
         """Save what is planned. Only once `run` has ended. Cancellation: the rest is not saved."""
         if self._saver is not None:
@@ -235,6 +241,7 @@ class Actor:
         now = trio.current_time()
         while (admitted := self._lanes.admit_next(now)) is not None:
             self._start_restore(admitted)
+        self._following = self._lanes.share_running()
         self._make_room()
         shares = self._plan()
         if shares:
@@ -243,7 +250,8 @@ class Actor:
             await self._wakeup.wait()
 
     def _start_restore(self, seq: Sequence) -> None:
-        if self._resumer is None or seq.options.cache == "off":
+        # What an older sequence has or is computing is taken from there; the store is read once for all.
+        if self._resumer is None or seq.options.cache == "off" or not self._resumer.has_more(seq):
             seq.restored(trio.current_time())
         else:
             self._nursery.start_soon(self._restore, self._resumer, seq, self._lanes.generation[seq.slot])
@@ -259,8 +267,8 @@ class Actor:
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End with Done; what was computed stays in its cells and goes to the store."""
         resident = None
-        if seq.has_slot:
-            if self._saver is not None and seq.options.cache == "on":
+        if seq.has_slot and seq.options.cache == "on":
+            if self._saver is not None:
                 self._saver.plan_end(seq)
             resident = _resident(seq)
         self._lanes.release(seq.finish(reason, trio.current_time()), resident)
@@ -274,7 +282,11 @@ class Actor:
 
     def _ready(self) -> list[Sequence]:
         running = self._lanes.running.values()
-        return [s for s in running if s.phase is not Phase.RESTORE and s.buffer.has_room]
+        return [
+            s
+            for s in running
+            if s.phase is not Phase.RESTORE and s.buffer.has_room and s not in self._following
+        ]
 
     def _make_room(self) -> None:
         chunk = self._options.prefill_chunk_size or self.facts.n_batch

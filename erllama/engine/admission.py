@@ -23,6 +23,7 @@ from .cells import Cells, n_distinct
 from .memory_ops import Cut, MemoryOp, Share
 from .node_path import NodePath
 from .resident import Resident, n_common
+from .state import Phase
 
 if TYPE_CHECKING:
     from erllama.backend import BackendFacts
@@ -46,6 +47,7 @@ class Lanes:
         self.generation: Counter[int] = Counter()  # of a slot: changes when what it holds is given up
         self.reading: Counter[int] = Counter()  # saves that still have to read a slot
         self._ops: list[MemoryOp] = []
+        self._alike: dict[tuple[int, int], int] = {}  # common beginnings of running sequences, by arrival
         self._crowded = False  # somebody gave way: who came back at once would be sent away again, for ever
 
     def __repr__(self) -> str:
@@ -96,8 +98,9 @@ class Lanes:
         self.waiting.popleft()
         shared, path = Cells(), NodePath()
         if source is not None:
-            shared, path = source.cells.shared(n), source.path.up_to(n)
-            self._ops.append(Cut(slot, n) if slot == source.slot else Share(source.slot, slot, n))
+            shared.adopt(source.cells, n)
+            path = source.path.up_to(n)
+            self._ops.append(Cut(slot, n) if slot == source.slot else Share(source.slot, slot, 0, n))
         if slot in self.residents:
             del self.residents[slot]
             self.generation[slot] += 1
@@ -114,8 +117,50 @@ class Lanes:
                 best = holder, n
         return best
 
+    def share_running(self) -> set[Sequence]:
+        """Give sequences what older ones with the same beginning have computed; who had better wait for more.
+
+        A prompt is computed by the oldest sequence that has it; the others take it as it comes. Should that
+        one leave, the next oldest goes on from where it was.
+        """
+        waiting: set[Sequence] = set()
+        filling = [s for s in self.running.values() if s.phase is Phase.PREFILL]
+        for seq in sorted(filling, key=lambda s: s.arrival):
+            leader, n = self._leader(seq)
+            if leader is None:
+                continue
+            if (end := min(n, leader.n_kv)) > seq.n_kv:
+                self._ops.append(Share(leader.slot, seq.slot, seq.n_kv, end))
+                seq.share(leader, end)
+            if leader.phase is not Phase.DECODE and n > leader.n_kv and seq.phase is Phase.PREFILL:
+                waiting.add(seq)
+        return waiting
+
+    def n_led(self, seq: Sequence) -> int:
+        """How much of `seq` an older running sequence has or will have."""
+        return self._leader(seq)[1]
+
+    def _leader(self, seq: Sequence) -> tuple[Sequence | None, int]:
+        """The older running sequence that shares more of `seq` than it has itself, and how much."""
+        best: tuple[Sequence | None, int] = (None, seq.n_kv)
+        if seq.options.cache == "off":
+            return best
+        for other in self.running.values():
+            if other.arrival < seq.arrival and (n := self._n_alike(seq, other)) > best[1]:
+                best = other, n
+        return best
+
+    def _n_alike(self, seq: Sequence, other: Sequence) -> int:
+        """Common beginning of two prompts, whether computed yet or not."""
+        if not self._ranges or other.options.cache == "off":
+            return 0
+        pair = seq.arrival, other.arrival
+        if pair not in self._alike:
+            self._alike[pair] = n_common(seq.ledger[: seq.n_tokens - 1], np.asarray(other.ledger, np.int32))
+        return self._alike[pair]
+
     def _n_shared(self, seq: Sequence, holder: Resident | Sequence) -> int:
-        if not self._ranges:
+        if not self._ranges or seq.options.cache == "off":
             return 0
         n = min(holder.n_kv, seq.n_tokens - 1)
         return n_common(seq.ledger[:n], np.asarray(holder.ledger[:n], np.int32))
@@ -139,7 +184,8 @@ class Lanes:
         if slot is None:
             return
         self._crowded = False
-        del self.running[slot]
+        gone = self.running.pop(slot).arrival
+        self._alike = {pair: n for pair, n in self._alike.items() if gone not in pair}
         if resident is not None and self._ranges and resident.n_kv:
             self.residents[slot] = resident
         else:

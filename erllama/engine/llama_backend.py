@@ -231,9 +231,9 @@ class LlamaBackend:
         """The sequence through which ranges are exported and imported; users never see it."""
         return self._options.n_seq_max
 
-    def share(self, src: int, dst: int, n: int) -> None:
+    def share(self, src: int, dst: int, start: int, end: int) -> None:
         """Ranged `seq_cp`: metadata only."""
-        self._live_context().memory.cp(src, dst, 0, n)
+        self._live_context().memory.cp(src, dst, start, end)
 
     def export_bytes(self, slot: int, start: int, end: int) -> int:
         """Size of the range's state."""

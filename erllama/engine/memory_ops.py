@@ -23,11 +23,12 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Let the empty slot `dst` hold [0, n) of `src` as well."""
+    """Let `dst`, which ends at `start`, hold [start, end) of `src` as well."""
 
     src: int
     dst: int
-    n: int
+    start: int
+    end: int
 
 
 MemoryOp = Cut | Share
@@ -40,5 +41,5 @@ def apply_ops(backend: OptionalBackend, ops: Iterable[MemoryOp]) -> None:
             case Cut(slot, n):
                 if not backend.cut(slot, n):
                     raise EngineError(f"slot {slot} could not be cut to {n} tokens")
-            case Share(src, dst, n):
-                backend.share(src, dst, n)
+            case Share(src, dst, start, end):
+                backend.share(src, dst, start, end)

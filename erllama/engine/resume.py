@@ -35,6 +35,11 @@ class Resumer:
         self._lanes = lanes
         self._thread = thread
 
+    def has_more(self, seq: Sequence) -> bool:
+        """Whether the store holds more of `seq` than live sequences do. A plain read."""
+        n_live = max(seq.n_kv, self._lanes.n_led(seq))
+        return self._cache.store.peek(self._cache.identity, Prompt.of(seq.ledger))[0] >= n_live
+
     async def restore(self, seq: Sequence) -> None:
         """Bring into memory what is stored and not there yet. Does nothing once `seq` lost its slot.
 

@@ -135,12 +135,14 @@ class Saver:
                 await self._save(node)
             except ErllamaError as refused:
                 log.warning("a block of %d tokens was not saved: %s", len(node.tokens), refused)
-            finally:
-                self._planned.popleft()
-                self._names[node.name] -= 1
-                self._names += Counter()  # drops what is zero
-                self._lanes.reading[node.slot] -= 1
-                self._wake()
+            self._done(node)  # not when cancelled: `drain` begins with it again
+
+    def _done(self, node: PlannedNode) -> None:
+        self._planned.popleft()
+        self._names[node.name] -= 1
+        self._names += Counter()  # drops what is zero
+        self._lanes.reading[node.slot] -= 1
+        self._wake()
 
     async def wait_idle(self) -> None:
         """Until nothing is planned any more. Cancellation: harmless."""

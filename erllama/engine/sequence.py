@@ -167,6 +167,16 @@ class Sequence:
         if n:
             self.source = source
 
+    def share(self, other: Sequence, n_kv: int) -> None:
+        """It holds what `other` computed, up to `n_kv`."""
+        if self.n_kv == self.n_cached:  # it has computed nothing itself yet
+            self._reused(n_kv, "live")
+        self.cells.adopt(other.cells, n_kv)
+        for name, end in other.path.up_to(n_kv).nodes:
+            if end > self.path.end:
+                self.path.add(name, end)
+        self._note_prefill(trio.current_time())
+
     def restored(self, now: float) -> None:
         """Whatever could be reused is there; the rest is computed."""
         self._life.fire(Happening.RESTORED)

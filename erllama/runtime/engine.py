@@ -21,6 +21,7 @@ from erllama.kvcache.store import StoreOptions, open_store
 from erllama.kvcache.tiers import RAM_TIER, RamTier
 from erllama.options import ContextOptions, EngineConfig, ModelOptions
 
+from .cache import Cache
 from .model import Model
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig, nursery: trio.Nursery, store: KvStore) -> None:
         self.config = config
-        self.cache = store
+        self.cache = Cache(store, lambda: [m.handle.actor for m in self._models.values()])
         self._nursery = nursery
         self._models: dict[str, Model] = {}
         self._loading: set[str] = set()
@@ -123,7 +124,7 @@ class Engine:
             backend, "key_pieces", lambda tokens: [b""] * len(tokens)
         )
         identity = Identity(shape_hash=facts.shape_hash, n_ctx=facts.n_ctx)
-        return CacheLink(store=self.cache, identity=identity, policy=policy, tier=tier, pieces=pieces)
+        return CacheLink(store=self.cache.store, identity=identity, policy=policy, tier=tier, pieces=pieces)
 
     def _claim_id(self, model_id: str | None, file: str | None) -> str:
         if model_id is None:

@@ -154,11 +154,11 @@ class FakeBackend:
 
     # --- ranges: where memory is dense and not in separate streams ---
 
-    def share(self, src: int, dst: int, n: int) -> None:
+    def share(self, src: int, dst: int, start: int, end: int) -> None:
         """See `OptionalBackend.share`."""
-        cells = self.memory[src]
-        assert not self.memory.get(dst), f"slot {dst} is not empty"
-        self.memory[dst] = {pos: cells[pos] for pos in range(n)}
+        cells, target = self.memory[src], self.memory.setdefault(dst, {})
+        assert len(target) == start, f"slot {dst} holds {len(target)}, the shared range starts at {start}"
+        target.update({pos: cells[pos] for pos in range(start, end)})
 
     def export_bytes(self, slot: int, start: int, end: int) -> int:
         """See `OptionalBackend.export_bytes`: two numbers of four bytes a token."""
