@@ -191,7 +191,7 @@ async def heartbeat(path: Path) -> list[Lateness]:
         await trio.sleep(1)
     async with erllama.open_engine() as engine:
         async with _heartbeat("load", found):
-            model = await engine.load_model(path, context=erllama.ContextOptions(n_ctx=2048))
+            model = await engine.load_model(path, context=erllama.ContextOptions(n_ctx=4096))
         async with _heartbeat("prefill", found):
             await model.complete(LONG_PROMPT, max_tokens=1, temperature=0.0)
         async with _heartbeat("decode", found):

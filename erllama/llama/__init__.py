@@ -7,6 +7,7 @@ Importing it loads no native code; the first `Model.open` (or `ensure_backend`) 
 """
 
 from .abort import Abort as Abort
+from .adapter import Adapter as Adapter
 from .backend import BuildInfo as BuildInfo
 from .backend import Device as Device
 from .backend import build_info as build_info

@@ -7,6 +7,7 @@ Rule 3: outputs are valid until the next decode, and only rows that were marked 
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,15 +17,20 @@ from erllama.errors import EngineError, InvalidBatch, LoadFailed, ModelWouldOom,
 
 from . import logs
 from .abort import Abort
-from .batch import Batch
 from .handle import Exclusive
 from .memory import Memory, MemoryKind
 from .model import MEMORY_FAULTS
 from .params import POOLING
+from .probe import find_memory_kind
 from .sizing import MemoryUse, check_fits, memory_use
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .adapter import Adapter
+    from .batch import Batch
     from .ffi import Library
+    from .handle import Owned
     from .model import Model
     from .params import ContextParams
 
@@ -51,7 +57,7 @@ class Context:
         self.model = model
         self.params = params
         self.abort = abort
-        self.handle = Exclusive(lib, ptr, "free", "context", model.handle, abort.fields)
+        self.handle = Exclusive(lib, ptr, "free", "context", model.handle.owned, keep=(abort.fields,))
         self.n_ctx: int = lib.n_ctx(ptr)
         self.n_ctx_seq: int = lib.n_ctx_seq(ptr)
         self.n_batch: int = lib.n_batch(ptr)
@@ -69,7 +75,8 @@ class Context:
             "struct el_batch_limits *", (self.n_batch, self.n_outputs_max, self.n_seq_max, self.n_vocab)
         )
         self._fault = lib.ffi.new("struct el_batch_fault *")
-        self.memory_kind = self._find_memory_kind()
+        self._adapters: set[Owned] = set()
+        self.memory_kind = MemoryKind.NONE  # until `open` has looked
 
     @classmethod
     def open(cls, model: Model, params: ContextParams) -> Context:
@@ -79,8 +86,17 @@ class Context:
         `LoadFailed` with llama.cpp's last log lines, `HandleClosed`.
         """
         params.check(model.facts)
-        model_ptr = model.handle.retain()
+        context = cls._allocate(model, params)
         try:
+            context.memory_kind = find_memory_kind(context)
+        except BaseException:
+            context.close()
+            raise
+        return context
+
+    @classmethod
+    def _allocate(cls, model: Model, params: ContextParams) -> Context:
+        with model.handle as model_ptr:
             lib = model.lib
             check_fits(model, params, model_ptr)
             abort = Abort(lib)
@@ -90,9 +106,6 @@ class Context:
                 raise _open_error(log, params)
             lib.context_set_abort(ptr, abort.fields)
             return cls(model, params, lib, ptr, abort)
-        except BaseException:
-            model.handle.release()
-            raise
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self.n_ctx} cells, {self.n_seq_max} sequences"
@@ -106,8 +119,7 @@ class Context:
 
     def close(self) -> None:
         """Free the context, after the call that is running. Idempotent."""
-        if self.handle.close():
-            self.model.handle.release()
+        self.handle.close()
 
     @property
     def closed(self) -> bool:
@@ -120,6 +132,11 @@ class Context:
         if self._memory is None:
             raise NotSupported("this model keeps no memory: it only makes embeddings")
         return self._memory
+
+    @property
+    def has_memory(self) -> bool:
+        """False for models that only make embeddings."""
+        return self._memory is not None
 
     # --- computing --------------------------------------------------------------------------------
 
@@ -213,6 +230,29 @@ class Context:
         with self.handle as ptr:
             self.lib.set_n_threads(ptr, n_threads, n_threads_batch or n_threads)
 
+    def set_adapters(self, adapters: Sequence[tuple[Adapter, float]]) -> None:
+        """Apply these adapters with these scales, and no others, from the next decode on.
+
+        All rows of a decode share them. Changing them reserves the graph anew.
+        Raises: `NotSupported` (an adapter of another model), `LoadFailed`, `HandleClosed`.
+        """
+        chosen = tuple(adapters)
+        if any(adapter.model is not self.model for adapter, _ in chosen):
+            raise NotSupported("an adapter fits the model it was loaded for, and no other")
+        ffi = self.lib.ffi
+        with self.handle as ptr, ExitStack() as stack:
+            pointers = [stack.enter_context(adapter.handle) for adapter, _ in chosen]
+            scales = ffi.new("float[]", [scale for _, scale in chosen])
+            array = ffi.new("struct llama_adapter_lora *[]", pointers)
+            rc = self.lib.set_adapters_lora(ptr, array, len(pointers), scales)
+            if rc != 0:
+                raise LoadFailed(f"llama.cpp refused the adapters ({rc})")
+            before, self._adapters = self._adapters, {adapter.handle.owned for adapter, _ in chosen}
+            for owned in self._adapters - before:
+                self.handle.owned.lean_on(owned)
+            for owned in before - self._adapters:
+                self.handle.owned.let_go_of(owned)
+
     # --- state ------------------------------------------------------------------------------------
 
     def state_size(self, seq_id: int, *, partial: bool = False) -> int:
@@ -260,39 +300,6 @@ class Context:
         """Bytes of KV cache (or state) and of compute buffers that this context holds."""
         with self.handle as ptr:
             return memory_use(self.lib, ptr)
-
-    # --- what kind of memory ----------------------------------------------------------------------
-
-    def _find_memory_kind(self) -> MemoryKind:
-        facts = self.model.facts
-        if self._memory is None:
-            return MemoryKind.NONE
-        if facts.is_recurrent:
-            return MemoryKind.RECURRENT
-        if facts.is_hybrid:
-            return MemoryKind.HYBRID
-        known = self.model.memory_kinds
-        key = (self.params.kv_unified, self.params.swa_full)
-        if key not in known:
-            known[key] = self._probe_memory_kind(facts.n_swa)
-        kind: MemoryKind = known[key]
-        return kind
-
-    def _probe_memory_kind(self, n_swa: int) -> MemoryKind:
-        """Decode two tokens and cut one: a memory that refuses can only be kept whole."""
-        if not self.is_causal or self.params.embeddings or self.n_batch < 2 or self._memory is None:
-            return MemoryKind.WINDOW if n_swa > 0 else MemoryKind.DENSE
-        probe = Batch(2, self.n_seq_max)
-        seq_id = self.n_seq_max - 1
-        probe.add(seq_id, [0, 0], 0, output="none")
-        self.decode(probe)
-        with self.handle:
-            can_cut = self.lib.memory_seq_rm(self._memory_ptr, seq_id, 1, -1)
-            self.lib.memory_clear(self._memory_ptr, True)
-        self._output_rows = b""
-        if not can_cut:
-            return MemoryKind.WHOLE
-        return MemoryKind.WINDOW if n_swa > 0 else MemoryKind.DENSE
 
 
 def _open_error(log: logs.CapturedLog, params: ContextParams) -> Exception:

@@ -66,15 +66,15 @@ class Library:
         self.__dict__[name] = call  # found directly from now on
         return call
 
-    def destructor(self, name: str, *keep: Any) -> Callable[[Any], None]:
-        """A function for `ffi.gc` that frees with `el_<name>` and keeps `keep` alive until then.
+    def plain(self, name: str) -> Callable[[Any], None]:
+        """`el_<name>` for freeing one pointer, with an error struct of its own that nobody reads.
 
-        It has an error struct of its own: the collector may run it in the middle of another call.
+        The collector may call it in the middle of another call, whose error it must not touch.
         """
         raw = getattr(self._raw, "el_" + name)
         err = self.ffi.new("struct el_error *")
 
-        def free(ptr: Any, _keep: tuple[Any, ...] = keep) -> None:
+        def free(ptr: Any) -> None:
             raw(ptr, err)
 
         return free

@@ -24,6 +24,7 @@ from .vocab import Vocab
 
 if TYPE_CHECKING:
     from .ffi import Library
+    from .memory import MemoryKind
 
 SPLIT_MODES = {"none": 0, "layer": 1, "row": 2}  # llama.h: enum llama_split_mode
 # llama.h: enum llama_load_mode
@@ -77,13 +78,13 @@ class Model:
     ) -> None:
         self.lib = lib
         # keep: the tensor split, which llama.cpp aliases for the model's whole life
-        self.handle = Shared(lib, ptr, "model_free", "model", *keep)
+        self.handle = Shared(lib, ptr, "model_free", "model", keep=keep)
         self.path = path
         self.options = options
         vocab_ptr = lib.model_get_vocab(ptr)
         self.facts: ModelFacts = read_facts(lib, ptr, vocab_ptr, vocab_only=options.vocab_only)
         self.vocab = Vocab(lib, self.handle, vocab_ptr)
-        self.memory_kinds: dict[Any, Any] = {}  # what probes found, by context layout (context.py)
+        self.memory_kinds: dict[tuple[bool, bool], MemoryKind] = {}  # what probe.py found, by layout
 
     @classmethod
     def open(

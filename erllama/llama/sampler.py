@@ -55,17 +55,12 @@ class SamplerChain:
         self.params = params
         self._vocab = vocab
         self._lib = lib
-        self._model = vocab._model
         bias = _biases(vocab, n_vocab, params)
-        vocab._model.retain()
-        try:
+        with vocab._model:
             grammar = _grammar(lib, vocab, params.grammar) if params.grammar is not None else lib.ffi.NULL
             chain = _chain(lib, n_vocab, params, bias)
             ptr = lib.sampling_new(n_vocab, chain, grammar, params.grammar_first)
-            self.handle = Exclusive(lib, ptr, "sampling_free", "sampler", vocab._model)
-        except BaseException:
-            vocab._model.release()
-            raise
+            self.handle = Exclusive(lib, ptr, "sampling_free", "sampler", vocab._model.owned)
 
     def __enter__(self) -> SamplerChain:
         return self
@@ -103,8 +98,7 @@ class SamplerChain:
 
     def close(self) -> None:
         """Free the chain. Idempotent."""
-        if self.handle.close():
-            self._model.release()
+        self.handle.close()
 
     def _error(self, code: int, token: int | None = None) -> Exception:
         if code == REFUSED_BY_GRAMMAR:

@@ -60,7 +60,7 @@ def available_bytes() -> int:
 def estimate(model: Model, params: ContextParams) -> MemoryUse:
     """An upper bound for the KV cache, and roughly the compute buffers, from the metadata alone."""
     facts = model.facts
-    n_ctx = padded(params.n_ctx)
+    n_ctx = n_cells(params)
     heads = facts.n_head_kv or facts.n_head or 1
     head = facts.n_embd // max(facts.n_head, 1)
     n_k = heads * _meta(facts.metadata, facts.architecture, "attention.key_length", head)
@@ -105,7 +105,7 @@ def _measured(model: Model, params: ContextParams, model_ptr: Any, free: int) ->
     second = _measure(model.lib, small, model_ptr)
     if first is None or second is None:
         return None
-    n_ctx = padded(params.n_ctx)
+    n_ctx = n_cells(params)
 
     def at(low_bytes: int, high_bytes: int) -> int:
         return low_bytes + (high_bytes - low_bytes) * (n_ctx - low) // (high - low)
@@ -131,6 +131,13 @@ def memory_use(lib: Library, context_ptr: Any) -> MemoryUse:
     use = lib.ffi.new("struct el_memory_use *")
     lib.context_memory_use(context_ptr, use)
     return MemoryUse(kv_bytes=use.context_bytes, compute_bytes=use.compute_bytes)
+
+
+def n_cells(params: ContextParams) -> int:
+    """The cells llama.cpp makes: `n_ctx`, or each separate stream's share of it, rounded up."""
+    if params.kv_unified:
+        return padded(params.n_ctx)
+    return padded(max(1, params.n_ctx // params.n_seq_max)) * params.n_seq_max
 
 
 def padded(n_ctx: int) -> int:

@@ -20,7 +20,7 @@ from erllama.errors import (
     NotLoaded,
     NotSupported,
 )
-from erllama.options import ContextOptions, GenerationOptions
+from erllama.options import ContextOptions
 from erllama.testing import FakeBackend
 
 from .scenes import Bench, alone, ids_of, last, serving
@@ -339,15 +339,9 @@ async def test_without_samplers_a_row_carries_the_parameters():
 
 async def test_a_grammar_without_samplers_is_refused():
     """M13: output is never silently unconstrained."""
-    with pytest.raises(NotSupported, match="new_sampler"):
-        await ask_minimal_refused()
-
-
-async def ask_minimal_refused() -> None:
-    handle = await Handle.open("m", Minimal(), ContextOptions().resolved(), None)
-    bench = Bench(handle, handle.backend)
-    async with bench.stream([1], **vars(GenerationOptions(grammar="root ::= digits"))):
-        pass
+    async with serving(Minimal()) as bench:
+        with pytest.raises(NotSupported, match="new_sampler"):
+            await bench.complete([1], grammar="root ::= digits")
 
 
 async def test_without_rebuild_a_fatal_step_ends_the_model():

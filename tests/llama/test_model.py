@@ -19,7 +19,16 @@ from erllama.errors import (
     MalformedGguf,
     NotSupported,
 )
-from erllama.llama import Batch, Context, ContextParams, LoadProgress, Model
+from erllama.llama import (
+    Adapter,
+    Batch,
+    Context,
+    ContextParams,
+    LoadProgress,
+    Model,
+    SamplerChain,
+    SamplerParams,
+)
 from erllama.llama.ffi import library
 from erllama.llama.model import native_params
 from erllama.options import ModelOptions
@@ -174,12 +183,21 @@ def test_deferred_close(tiny_gguf: TinyGguf) -> None:
 
 
 def test_nobody_closed_anything(tiny_gguf: TinyGguf) -> None:
-    """Handles that were only dropped are freed by the collector, contexts before their model."""
-    for _ in range(3):
+    """Handles that were only dropped are freed, in a cycle with everything else too, in any order."""
+    for _ in range(5):
         model = Model.open(tiny_gguf("dense"))
         context = Context.open(model, ContextParams(n_ctx=256, n_batch=64))
-        del model, context
+        adapter = Adapter.open(model, tiny_gguf("lora"))
+        context.set_adapters([(adapter, 1.0)])
+        sampler = SamplerChain(model.vocab, model.facts.n_vocab, SamplerParams())
+        owned = [each.handle.owned for each in (model, context, adapter, sampler)]
+        everything: list[object] = [adapter, context, model, sampler]
+        everything.append(everything)
+        for each in everything[:4]:
+            each.cycle = everything  # type: ignore[attr-defined]
+        del model, context, adapter, sampler, everything, each
         gc.collect()
+        assert all(each.freed for each in owned)
 
 
 def _hammer(model: Model, expected: list[int], refused: list[str]) -> None:

@@ -52,11 +52,8 @@ def test_measured_estimate_is_close(
     """Extrapolating two small contexts meets the real one within a hundredth, windows included."""
     model: Model = request.getfixturevalue(name)
     params = ContextParams(n_ctx=8192, n_seq_max=2)
-    ptr = model.handle.retain()
-    try:
+    with model.handle as ptr:
         measured = sizing._measured(model, params, ptr, 2**60)
-    finally:
-        model.handle.release()
     assert measured is not None
     real = open_context(model, n_ctx=8192, n_batch=512, n_seq_max=2).memory_bytes
     cells = 8192 * sizing.CELL_BYTES

@@ -1,0 +1,56 @@
+"""What kind of memory a context has, without trying what would abort the process.
+
+No memory: embeddings only. Recurrent or hybrid: the model says so. Else two tokens are decoded and one
+is cut: a memory that refuses can only be kept whole; one that allows it is dense, or has windows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from erllama.errors import LoadFailed
+
+from .batch import Batch
+from .memory import MemoryKind
+
+if TYPE_CHECKING:
+    from .context import Context
+
+
+def find_memory_kind(context: Context) -> MemoryKind:
+    """The kind, by decision table; found once per model and layout of its cache.
+
+    Leaves the context empty. Raises: `LoadFailed` if its first decode fails.
+    """
+    facts = context.model.facts
+    if not context.has_memory:
+        return MemoryKind.NONE
+    if facts.is_recurrent:
+        return MemoryKind.RECURRENT
+    if facts.is_hybrid:
+        return MemoryKind.HYBRID
+    layout = (context.params.kv_unified, context.params.swa_full)
+    known = context.model.memory_kinds
+    if layout not in known:
+        known[layout] = _cuttable(context) if _can_probe(context) else _by_window(context)
+    return known[layout]
+
+
+def _can_probe(context: Context) -> bool:
+    return context.is_causal and not context.params.embeddings and context.n_batch >= 2
+
+
+def _cuttable(context: Context) -> MemoryKind:
+    seq_id = context.n_seq_max - 1
+    batch = Batch(2, context.n_seq_max)
+    batch.add(seq_id, [0, 0], 0, output="none")
+    rc = context.decode(batch)
+    if rc != 0:
+        raise LoadFailed(f"the first decode of this context failed: llama_decode answered {rc}")
+    can_cut = context.memory.rm(seq_id, 1)
+    context.memory.clear()
+    return _by_window(context) if can_cut else MemoryKind.WHOLE
+
+
+def _by_window(context: Context) -> MemoryKind:
+    return MemoryKind.WINDOW if context.model.facts.n_swa > 0 else MemoryKind.DENSE
