@@ -83,13 +83,15 @@ class InlineRunner:
 
     def __init__(self, delay_s: Callable[[], float] = lambda: 0.0) -> None:
         self._delay_s = delay_s
+        self._turn = trio.Lock()  # fair: calls of several tasks keep their order
 
     async def run(self, fn: Callable[..., T], *args: Any, on_cancel: Callable[[], None] | None = None) -> T:
         """See `Runner.run`. The delay passes before `fn` and cannot be cancelled, like a native call."""
         await trio.lowlevel.checkpoint_if_cancelled()
         with trio.CancelScope(shield=True):
-            await trio.sleep(self._delay_s())
-        return fn(*args)
+            async with self._turn:
+                await trio.sleep(self._delay_s())
+                return fn(*args)
 
     def close(self) -> None:
         """Nothing to end."""

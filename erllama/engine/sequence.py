@@ -193,6 +193,7 @@ class Sequence:
         """Memory beyond `n_kv` was lost; the last known token always remains to be computed."""
         assert n_kv < len(self.ledger)
         self.cells.cut_to(n_kv)
+        self.cells.grow_to(n_kv)  # an aborted step may have left more than was known
         self.path.cut_to(n_kv)
         if len(self.ledger) - n_kv > 1 or self.phase is Phase.PREFILL:
             self._life.fire(Happening.REWOUND)
