@@ -13,6 +13,7 @@ from .errors import DecodeTimeout as DecodeTimeout
 from .errors import EngineError as EngineError
 from .errors import EngineReset as EngineReset
 from .errors import ErllamaError as ErllamaError
+from .errors import FetchFailed as FetchFailed
 from .errors import HandleClosed as HandleClosed
 from .errors import InvalidConfig as InvalidConfig
 from .errors import InvalidContent as InvalidContent

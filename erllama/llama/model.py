@@ -108,6 +108,11 @@ class Model:
         fields = progress.attach(lib)
         params, keep = native_params(lib, options)
         with logs.captured(lib) as log:
+            duplicate = lib.gguf_duplicate_token(os.fsencode(text))
+            if duplicate >= 0:  # llama.cpp asserts that there is none
+                raise MalformedGguf(
+                    f"{text}: token {duplicate} is in the vocabulary twice", detail={"path": text}
+                )
             ptr = lib.model_load(os.fsencode(text), params, fields)
         if ptr == lib.ffi.NULL:
             raise _classified(text, log, cancelled=bool(fields.cancelled))

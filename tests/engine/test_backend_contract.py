@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from erllama.backend import BackendFacts, Sampled
+    from erllama.backend import BackendFacts
 
 GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, seed=1)
 KINDS = ["fake-dense", "fake-hybrid", "dense", "window", "recurrent", "hybrid"]
@@ -225,5 +225,3 @@ def test_no_room_changes_nothing(tiny_gguf: Callable[[str], Path]) -> None:
     assert driven.backend.n_kv(1) == 0
     driven.step(Row(1, 0, prompt[:50]))
     driven.backend.close()
-
-

@@ -71,14 +71,9 @@ def test_sources_and_link(build: Build) -> None:
     assert target.read_bytes() == b"made"
     *compiled, link = build.commands()
     names = [Path(next(a for a in c if a.endswith(".cpp"))).name for c in compiled]
-    assert names == [
-        "shim.cpp",
-        "shim_grammar.cpp",
-        "shim_log.cpp",
-        "shim_sampling.cpp",
-        "wrappers.cpp",
-        "_binding.cpp",
-    ]
+    shims = sorted(path.name for path in binding.PACKAGE_DIR.glob("shim*.cpp"))
+    assert len(shims) > 2
+    assert names == [*shims, "wrappers.cpp", "_binding.cpp"]
     for command in compiled:
         assert "-std=c++17" in command
         assert "-fsanitize=address" in command

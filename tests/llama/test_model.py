@@ -98,6 +98,21 @@ def test_random_bytes(tmp_path: Path) -> None:
         Model.open(path)
 
 
+def test_a_token_that_is_there_twice(tiny_gguf: TinyGguf, tmp_path: Path) -> None:
+    """One changed byte of the vocabulary can make two tokens equal: llama.cpp would abort on that."""
+    raw = tiny_gguf("dense").read_bytes()
+
+    def entry(text: bytes) -> bytes:
+        return len(text).to_bytes(8, "little") + text
+
+    first, second = entry(b"!") + entry(b'"'), entry(b"!") + entry(b"!")
+    assert raw.count(first) == 1
+    path = tmp_path / "twice.gguf"
+    path.write_bytes(raw.replace(first, second))
+    with pytest.raises(MalformedGguf, match="twice"):
+        Model.open(path)
+
+
 @pytest.mark.parametrize("path", ["/nowhere/model.gguf", "a\0b.gguf", ""])
 def test_impossible_paths(path: str) -> None:
     """Absent files, NUL bytes and empty paths are invalid_config."""

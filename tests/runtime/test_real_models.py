@@ -24,7 +24,9 @@ PROMPTS = [
 ] + ["Once upon a time", "def fibonacci(n):", "Water boils at"]
 
 
-async def together(model: erllama.Model, prompts: list[str], **generation: object) -> list[erllama.Completion]:
+async def together(
+    model: erllama.Model, prompts: list[str], **generation: object
+) -> list[erllama.Completion]:
     """All prompts at once, answers in the order of the prompts."""
     answers: dict[int, erllama.Completion] = {}
 
@@ -108,7 +110,9 @@ async def test_a_grammar_holds_from_first_to_last_token(smollm2_path: Path) -> N
         assert all(re.fullmatch(r"\d{3}", json.loads(text)["digits"]) for text in outputs)
 
 
-async def test_greedy_output_is_the_same_with_the_grammar_in_front_or_on_rejection(smollm2_path: Path) -> None:
+async def test_greedy_output_is_the_same_with_the_grammar_in_front_or_on_rejection(
+    smollm2_path: Path,
+) -> None:
     """G9: both grammar modes give the same greedy text."""
     async with erllama.open_engine() as engine:
         model = await engine.load_model(smollm2_path)
@@ -173,7 +177,10 @@ async def test_a_full_cache_is_no_error(smollm2_path: Path) -> None:
     """X10: four requests of 100 + 200 tokens in 512 cells all finish; somebody waited for it."""
     async with erllama.open_engine() as engine:
         model = await engine.load_model(smollm2_path, context=ContextOptions(n_ctx=512, n_seq_max=4))
-        bias = {model.tokenize("<|im_end|>")[0]: float("-inf"), model.tokenize("<|endoftext|>")[0]: float("-inf")}
+        bias = {
+            model.tokenize("<|im_end|>")[0]: float("-inf"),
+            model.tokenize("<|endoftext|>")[0]: float("-inf"),
+        }
         prompts = [f"{i} " + "tell me more " * 32 for i in range(4)]
         answers = await together(model, prompts, max_tokens=200, temperature=0.0, logit_bias=bias)
         assert [a.finish_reason for a in answers] == ["length"] * 4
@@ -205,7 +212,9 @@ async def test_leaving_a_stream_frees_the_sequence(smollm2_path: Path) -> None:
     """R8: cancelled in prefill and in decode, the slot is free again and the next answer is right."""
     async with erllama.open_engine() as engine:
         model = await engine.load_model(smollm2_path)
-        reference = (await model.complete("The capital of France is", max_tokens=8, temperature=0.0)).generated
+        reference = (
+            await model.complete("The capital of France is", max_tokens=8, temperature=0.0)
+        ).generated
         with trio.move_on_after(0.2) as scope:
             await model.complete("word " * 1800, max_tokens=8)
         assert scope.cancelled_caught
@@ -225,10 +234,9 @@ async def test_a_lone_prefill_is_aborted_at_once(smollm2_path: Path) -> None:
         model = await engine.load_model(smollm2_path, context=context)
         with trio.move_on_after(0.5):
             await model.complete("word " * 3000, max_tokens=1)
-        with trio.fail_after(2):
-            while model.statistics().n_aborted_steps == 0:
-                await trio.sleep(0.01)
-        assert (await model.complete("The capital of France is", max_tokens=4, temperature=0.0)).generated
+        answer = await model.complete("The capital of France is", max_tokens=4, temperature=0.0)
+        assert "Paris" in answer.reply
+        assert model.statistics().n_aborted_steps == 1
 
 
 async def test_a_step_over_its_budget_fails_its_callers_only(smollm2_path: Path) -> None:
@@ -284,13 +292,19 @@ async def test_every_kind_of_memory_generates(tiny_gguf: Callable[[str], Path], 
         assert model.info().memory_kind == kind
         answers = await together(model, ["the quick brown fox"] * 4, max_tokens=16, temperature=0.0)
         assert len({tuple(a.generated) for a in answers}) == 1
-        alone = [await model.complete("the quick brown fox", max_tokens=16, temperature=0.0) for _ in range(2)]
+        alone = [
+            await model.complete("the quick brown fox", max_tokens=16, temperature=0.0) for _ in range(2)
+        ]
         assert alone[0].generated == alone[1].generated
 
 
 @pytest.mark.parametrize(
     ("kind", "error"),
-    [("embedding", erllama.NotSupported), ("encdec", erllama.NotSupported), ("unknown_arch", erllama.NotSupported)],
+    [
+        ("embedding", erllama.NotSupported),
+        ("encdec", erllama.NotSupported),
+        ("unknown_arch", erllama.NotSupported),
+    ],
 )
 async def test_what_cannot_generate_says_so_at_load(
     tiny_gguf: Callable[[str], Path], kind: str, error: type[erllama.ErllamaError]

@@ -68,6 +68,7 @@ bool shim_log_wait(struct el_log_line *line, int32_t timeout_ms);
 void shim_capture_begin(void);
 int32_t shim_capture_end(char *buf, int32_t size);
 
+int64_t shim_gguf_duplicate_token(const char *path);
 struct llama_model *shim_model_load(const char *path, struct llama_model_params params, struct el_load_progress *progress);
 void shim_context_set_abort(struct llama_context *ctx, struct el_abort *state);
 void shim_context_memory_use(const struct llama_context *ctx, struct el_memory_use *out);
