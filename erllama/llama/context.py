@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from erllama.errors import EngineError, InvalidBatch, LoadFailed, ModelWouldOom, NoLogits, NotSupported
+from erllama.errors import (
+    EngineError,
+    InvalidBatch,
+    InvalidOption,
+    LoadFailed,
+    ModelWouldOom,
+    NoLogits,
+    NotSupported,
+)
 
 from . import logs
 from .abort import Abort
@@ -226,7 +234,9 @@ class Context:
             self.lib.synchronize(ptr)
 
     def set_threads(self, n_threads: int, n_threads_batch: int | None = None) -> None:
-        """Threads for single rows and for more; from the next decode on."""
+        """Threads for single rows and for more; from the next decode on. Raises: `InvalidOption`."""
+        if n_threads < 1 or (n_threads_batch is not None and n_threads_batch < 1):
+            raise InvalidOption("at least one thread", detail={"key": "n_threads", "value": n_threads})
         with self.handle as ptr:
             self.lib.set_n_threads(ptr, n_threads, n_threads_batch or n_threads)
 

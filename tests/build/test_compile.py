@@ -94,6 +94,18 @@ def test_configures_again_when_something_changed(tmp_path, folder, profile, tool
     assert len(calls()) == 3
 
 
+def test_libraries_of_other_options_do_not_stay(tmp_path, folder, profile, tools, progress):
+    """What an earlier configuration linked is not taken for the new one's."""
+    configure(tmp_path, folder, profile, tools, progress)
+    (folder / "bin").mkdir()
+    (folder / "bin" / "libggml-cpu.so").touch()
+    configure(tmp_path, folder, profile, tools, progress)
+    assert (folder / "bin" / "libggml-cpu.so").exists()
+    other = plan_profile("cpu", Platform(system="linux", machine="x86_64"), commit="1" * 40)
+    configure(tmp_path, folder, other, tools, progress)
+    assert not (folder / "bin").exists()
+
+
 def test_an_interrupted_configuration_is_begun_anew(tmp_path, folder, profile, tools, progress, calls):
     """A half-written CMake cache is not built upon."""
     (folder / "CMakeCache.txt").write_text("half")

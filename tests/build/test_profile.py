@@ -84,9 +84,11 @@ def test_variants_where_ggml_has_them_else_a_native_build(on, variants):
 
 
 def test_native_builds_one_library_for_this_cpu():
-    """--native: no variants, this machine's instructions."""
+    """--native: no variants, this machine's instructions, linked in."""
     options = plan(native=True).options
     assert (options["GGML_NATIVE"], options["GGML_CPU_ALL_VARIANTS"]) == ("ON", "OFF")
+    # ggml's CMake stops at native together with loadable backends.
+    assert options["GGML_BACKEND_DL"] == "OFF"
 
 
 def test_libraries_find_each_other_by_place():

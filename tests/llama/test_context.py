@@ -334,6 +334,9 @@ def test_no_room_changes_nothing(tiny: Callable[[str], Model], open_context: Ope
 
 def test_threads_can_be_changed(context: Context) -> None:
     """Another number of threads takes effect on a living context."""
+    for bad in ((0, None), (1, 0), (-1, 1)):
+        with pytest.raises(InvalidOption):
+            context.set_threads(*bad)
     context.set_threads(1, 2)
     context.synchronize()
     feed(context, [6], pos=5)

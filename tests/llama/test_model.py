@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import shutil
@@ -135,6 +136,14 @@ def test_models_that_cannot_run_say_so(tiny: Callable[[str], Model], kind: str) 
     assert model.facts.unsupported
     with pytest.raises(NotSupported, match=kind[:3]):
         Context.open(model, ContextParams())
+
+
+@pytest.mark.parametrize("architecture", ["eagle3", "dflash"])
+def test_draft_only_models_say_so(smollm2: Model, architecture: str) -> None:
+    """X29: what only drafts for another model is not run alone."""
+    facts = dataclasses.replace(smollm2.facts, architecture=architecture)
+    with pytest.raises(NotSupported, match="drafts for another model"):
+        ContextParams().check(facts)
 
 
 def test_vocabulary_only(tiny_gguf: TinyGguf) -> None:

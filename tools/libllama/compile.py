@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -50,7 +51,7 @@ def configure(
     """Run CMake, unless the folder is already configured just so.
 
     A configuration that was interrupted, or made for other options, tools or another place, is begun
-    anew; compiled objects stay, and ninja keeps those whose command is still the same.
+    anew; compiled objects stay, and ninja keeps those whose command is still the same (it links again).
 
     Raises: BuildError with the last lines of the log and advice.
     """
@@ -64,6 +65,8 @@ def configure(
         return
     mark.unlink(missing_ok=True)
     (build / "CMakeCache.txt").unlink(missing_ok=True)
+    # Libraries that only the earlier options asked for would be collected with the new ones.
+    shutil.rmtree(build / "bin", ignore_errors=True)
     progress.step(f"Configuring llama.cpp for {profile.backend}")
     command = [tools.cmake, "-G", "Ninja", "-S", str(source), "-B", str(build)]
     command += [f"-DCMAKE_MAKE_PROGRAM={tools.ninja}", f"-DCMAKE_C_COMPILER={tools.compilers.cc}"]

@@ -166,11 +166,12 @@ def _largest_bytes(folder: Path) -> int:
 
 def _failure(pin: Pin, tail: list[str]) -> BuildError:
     text = "\n".join(tail)
+    errors = [line for line in tail if line.startswith("ERROR")] or tail[-5:]
     if "DO NOT MATCH THE HASHES" in text:
         return BuildError(
             f"The package index serves a {pin.archive} that differs from the pinned one.",
             advice="Do not use it. Check which index pip is configured for: python -m pip config list",
-            log_tail=tail,
+            log_tail=errors,
         )
     return BuildError(
         f"{pin.package} {pin.version} could not be fetched from the package index.",
@@ -178,7 +179,7 @@ def _failure(pin: Pin, tail: list[str]) -> BuildError:
             "Check the network and pip's settings (python -m pip config list); or put "
             f"{pin.archive} into {downloads_dir()}; or build from a tree you have: --source DIR"
         ),
-        log_tail=tail,
+        log_tail=errors,
     )
 
 

@@ -152,6 +152,8 @@ def _common(on: Platform, commit: str) -> dict[str, str]:
 def _cpu(on: Platform, native: bool) -> dict[str, str]:
     variants = on.has_variants and not native
     return {
+        # ggml refuses a native CPU library that is loaded instead of linked: its ratings need variants.
+        "GGML_BACKEND_DL": "ON" if variants else "OFF",
         "GGML_NATIVE": "OFF" if variants else "ON",
         "GGML_CPU_ALL_VARIANTS": "ON" if variants else "OFF",
     }
