@@ -387,6 +387,8 @@ class Actor:
 
     def _yield_room(self, shares: list[Share]) -> None:
         """The model refused for lack of cells, and nothing changed: ask for less, then for fewer."""
+        if self._lanes.drop_resident():
+            return
         largest = max(shares, key=lambda share: share.n)
         if largest.n > PIECE:
             self._squeeze = max(PIECE, largest.n // 2 // PIECE * PIECE)

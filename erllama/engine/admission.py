@@ -203,10 +203,15 @@ class Lanes:
     def reclaim(self, n_wanted: int) -> None:
         """Free cells of residents until `n_wanted` are free, longest unused first."""
         while (free := self.n_free_cells) is not None and free < n_wanted:
-            idle = [r for r in self.residents.values() if not self.reading[r.slot]]
-            if not idle:
+            if not self.drop_resident():
                 return
+
+    def drop_resident(self) -> bool:
+        """Free the cells of the longest unused resident that is not being saved; False if there is none."""
+        idle = [r for r in self.residents.values() if not self.reading[r.slot]]
+        if idle:
             self._forget(min(idle, key=lambda r: r.last_used))
+        return bool(idle)
 
     def preempt_youngest(self) -> Sequence | None:
         """Send the youngest running sequence back to the head of the queue; None if only one runs.

@@ -147,13 +147,15 @@ class Sequence:
 
     # --- transitions ---
 
-    def admit(self, slot: int, now: float, shared: Cells, path: NodePath) -> None:
+    def admit(
+        self, slot: int, now: float, shared: Cells | None = None, path: NodePath | None = None
+    ) -> None:
         """It gets a lane whose memory holds `shared`, a beginning of its tokens, and nothing else."""
-        self._slot, self.cells, self.path = slot, shared, path
+        self._slot, self.cells, self.path = slot, shared or Cells(), path or NodePath()
         self._life.fire(Happening.ADMITTED)
         if self.times.admitted is None:
             self.times.admitted = now
-            self._reused(shared.n, "live")
+            self._reused(self.n_kv, "live")
 
     def restored_to(self, n_kv: int, source: str) -> None:
         """Its memory was extended from the store."""

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
 import trio
 
-from erllama.engine.bare import bare_errors
 from erllama.engine.cache_link import CacheLink
 from erllama.engine.handle import Handle
 from erllama.errors import AlreadyLoaded, HandleClosed, InvalidConfig, MissingConfig, NotLoaded
@@ -199,14 +198,23 @@ async def open_engine(
         tiers=config.tiers,
         writer_max_concurrent=config.writer_max_concurrent,
     )
-    async with open_store(options) as store:
-        with bare_errors():  # model tasks never raise, so what comes out is the caller's own
-            async with trio.open_nursery() as nursery:
-                engine = Engine(config, nursery, store)
-                try:
-                    yield engine
-                finally:
-                    engine.close_nowait()
+    error: BaseException | None = None
+    try:
+        async with open_store(options) as store, trio.open_nursery() as nursery:
+            engine = Engine(config, nursery, store)
+            try:
+                yield engine
+            except trio.Cancelled:
+                raise
+            except BaseException as raised:  # raised again below, as itself and not in groups of one
+                error = raised
+            finally:
+                engine.close_nowait()
+    except BaseException:
+        if error is None:
+            raise  # cancelled: neither model nor store tasks raise anything else
+    if error is not None:
+        raise error
 
 
 def _make_backend(

@@ -6,6 +6,7 @@ import itertools
 
 from erllama.backend import BackendFacts
 from erllama.engine.admission import DECODE_RESERVE, Lanes
+from erllama.engine.memory_ops import Cut
 from erllama.engine.sequence import Sequence
 from erllama.engine.stream import EventBuffer
 from erllama.options import GenerationOptions
@@ -66,7 +67,7 @@ def test_a_released_slot_is_dropped_before_it_is_used():
     lane.release(c.finish("stop", 1.0))
     lane.release(b.fail(None))
     lane.release(None)
-    assert lane.to_drop == [2, 1]
+    assert lane.take_ops() == [Cut(2, 0), Cut(1, 0)]
 
 
 def test_the_queue_is_strictly_first_come_first_served():
@@ -119,7 +120,7 @@ def test_the_youngest_gives_way_and_is_next_again():
     assert lane.preempt_youngest() is young
     assert list(lane.waiting) == [young, later]
     assert lane.running == {0: old}
-    assert lane.to_drop == [1]
+    assert lane.take_ops() == [Cut(1, 0)]
     assert not young.has_slot
 
 
