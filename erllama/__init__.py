@@ -1,8 +1,11 @@
 """erllama: local language models for trio, over the stock llama.cpp library.
 
 `open_engine()` gives an engine, `engine.load_model(path)` a model, `model.complete(prompt)` an answer and
-`model.stream(prompt)` its events as they come. Importing this loads no native code.
+`model.stream(prompt)` its events as they come. Importing this loads no native code, and trio and numpy only
+with the first name that needs them, so that `erllama --help` is there at once.
 """
+
+from typing import TYPE_CHECKING
 
 from .errors import AlreadyLoaded as AlreadyLoaded
 from .errors import BatchOverflow as BatchOverflow
@@ -47,12 +50,6 @@ from .kvcache.tiers import RamTier as RamTier
 from .options import ContextOptions as ContextOptions
 from .options import EngineConfig as EngineConfig
 from .options import ModelOptions as ModelOptions
-from .runtime.engine import Engine as Engine
-from .runtime.engine import open_engine as open_engine
-from .runtime.info import ModelInfo as ModelInfo
-from .runtime.info import RequestInfo as RequestInfo
-from .runtime.model import Model as Model
-from .runtime.model import collect as collect
 from .types import CacheDelta as CacheDelta
 from .types import Completion as Completion
 from .types import Done as Done
@@ -62,3 +59,33 @@ from .types import Stats as Stats
 from .types import Token as Token
 from .types import TokenId as TokenId
 from .types import TokenLogprob as TokenLogprob
+
+if TYPE_CHECKING:
+    from .runtime.engine import Engine as Engine
+    from .runtime.engine import open_engine as open_engine
+    from .runtime.info import ModelInfo as ModelInfo
+    from .runtime.info import RequestInfo as RequestInfo
+    from .runtime.model import Model as Model
+    from .runtime.model import collect as collect
+
+_LATE = {
+    "Engine": "runtime.engine",
+    "open_engine": "runtime.engine",
+    "ModelInfo": "runtime.info",
+    "RequestInfo": "runtime.info",
+    "Model": "runtime.model",
+    "collect": "runtime.model",
+}
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in _LATE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        return getattr(import_module(f".{_LATE[name]}", __name__), name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_LATE} - {"TYPE_CHECKING"})

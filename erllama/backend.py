@@ -180,7 +180,10 @@ class OptionalBackend(Backend, Protocol):
         """Make a fresh, empty context; the weights stay loaded."""
 
     def abort(self) -> None:
-        """Make the running step end early, with ABORTED. Any thread, no lock."""
+        """Make the step that runs, or is about to, end early with ABORTED. Any thread, no lock."""
+
+    def clear_abort(self) -> None:
+        """Forget an earlier `abort`; called before a step is handed over, never by `step`. Any thread."""
 
     def new_sampler(self, params: SamplingParams) -> Sampler:
         """A sampler chain. Raises `InvalidGrammar`.
@@ -200,6 +203,9 @@ class OptionalBackend(Backend, Protocol):
 
     def key_pieces(self, tokens: Sequence[int]) -> list[bytes]:
         """What identifies each token in a stored history: its text, or 0xFF and its id for control tokens."""
+
+    def longest_piece(self) -> int:
+        """Bytes of the longest token: n bytes of text are at least n / that many tokens. May block."""
 
     def is_eog(self, token: int) -> bool:
         """Whether the token ends a generation."""

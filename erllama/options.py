@@ -16,9 +16,8 @@ import math
 import os
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeGuard, TypeVar, dataclass_transform
-
-import psutil
+from numbers import Real
+from typing import Any, Literal, TypeGuard, TypeVar, cast, dataclass_transform
 
 from .errors import InvalidOption, UnknownOption
 
@@ -59,6 +58,9 @@ def options(cls: type[T]) -> type[T]:
                     f"{cls.__name__}.{name}={value!r}: expected {why}", detail={"key": name, "value": value}
                 ) from None
             object.__setattr__(self, name, accepted)
+        together = getattr(self, "check_together", None)
+        if together is not None:
+            together()
 
     made.__init__ = __init__  # type: ignore[method-assign]  # the generated one runs inside it
     return made
@@ -95,7 +97,7 @@ def integer(low: int, high: int | None = None) -> Check:
 def _finite(value: object) -> TypeGuard[float]:
     """Whether it is a number that a double can hold: NaN compares false, whole numbers may be too large."""
     limit = sys.float_info.max
-    return not isinstance(value, bool) and isinstance(value, (int, float)) and -limit <= value <= limit
+    return not isinstance(value, bool) and isinstance(value, Real) and -limit <= cast("float", value) <= limit
 
 
 def number(low: float, high: float = math.inf, *, above_low: bool = False) -> Check:
@@ -223,6 +225,8 @@ def usable_cpus() -> int:
 
 def default_threads() -> int:
     """Physical cores, but never more than the usable CPUs."""
+    import psutil  # 30 ms that `erllama --help` need not spend
+
     return max(1, min(psutil.cpu_count(logical=False) or usable_cpus(), usable_cpus()))
 
 
@@ -253,16 +257,19 @@ class ModelOptions:
     use_mlock: bool | None = option(default=None, check=optional(boolean))
     vocab_only: bool = option(default=False, check=boolean)
 
+    def check_together(self) -> None:
+        """Refuse what each field allows and both together do not."""
+        if self.load_mode != "auto" and (self.use_mmap is not None or self.use_mlock is not None):
+            raise InvalidOption(
+                "ModelOptions: give load_mode or use_mmap/use_mlock, not both",
+                detail={"key": "load_mode", "value": self.load_mode},
+            )
+
     @property
     def resolved_load_mode(self) -> str:
         """`load_mode`, or what the two booleans mean. An absent boolean is llama.cpp's former default."""
         if self.use_mmap is None and self.use_mlock is None:
             return self.load_mode
-        if self.load_mode != "auto":
-            raise InvalidOption(
-                "ModelOptions: give load_mode or use_mmap/use_mlock, not both",
-                detail={"key": "load_mode", "value": self.load_mode},
-            )
         mmap, mlock = self.use_mmap is not False, self.use_mlock is True
         return {(0, 0): "none", (1, 0): "mmap", (0, 1): "mlock", (1, 1): "mmap_mlock"}[mmap, mlock]
 

@@ -19,7 +19,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import trio
 
 from erllama.backend import Backend, BackendFacts, Row, Sampled, Step, StepResult, StepStatus
@@ -177,7 +176,7 @@ class Actor:
             **{f"n_{name}": count for name, count in self._n.items()},
             compute_s=self._compute_s,
             sample_s=self._sample_s,
-            n_waiting=len(self._lanes.waiting),
+            n_waiting=len(self._lanes.idle()),
             n_prefilling=sum(s.phase in (Phase.RESTORE, Phase.PREFILL) for s in running),
             n_decoding=sum(s.phase is Phase.DECODE for s in running),
             n_slots=self._lanes.n_slots,
@@ -186,7 +185,7 @@ class Actor:
 
     def sequences(self) -> list[Sequence]:
         """Everything that runs or waits, in order of arrival."""
-        return sorted([*self._lanes.running.values(), *self._lanes.waiting], key=lambda s: s.arrival)
+        return sorted([*self._lanes.running.values(), *self._lanes.idle()], key=lambda s: s.arrival)
 
     # --- the loop ---
 
@@ -220,6 +219,7 @@ class Actor:
                 if seq.has_slot and seq.options.cache == "on":
                     self._saver.plan_end(seq)
         self._lanes.waiting.clear()
+        self._lanes.parked.clear()
         self._lanes.running.clear()
         with ExitStack() as each:  # one that cannot be ended cleanly keeps nobody else waiting
             for seq in left:
@@ -238,16 +238,21 @@ class Actor:
     async def _turn(self) -> None:
         self._wakeup = trio.Event()
         self._sweep()
+        self._lanes.unpark()
         now = trio.current_time()
-        while (admitted := self._lanes.admit_next(now)) is not None:
-            self._start_restore(admitted)
+        while True:
+            if (admitted := self._lanes.admit_next(now)) is not None:
+                self._start_restore(admitted)
+            elif not self._lanes.park_lagging(now):
+                break
         self._following = self._lanes.share_running()
         self._make_room()
         shares = self._plan()
         if shares:
             await self._step(shares)
         else:
-            await self._wakeup.wait()
+            with trio.move_on_after(max(0.0, self._lanes.park_in_s(now))):
+                await self._wakeup.wait()
 
     def _start_restore(self, seq: Sequence) -> None:
         # What an older sequence has or is computing is taken from there; the store is read once for all.
@@ -270,13 +275,13 @@ class Actor:
         if seq.has_slot and seq.options.cache == "on":
             if self._saver is not None:
                 self._saver.plan_end(seq)
-            resident = _resident(seq)
+            resident = Resident.of(seq, trio.current_time())
         self._lanes.release(seq.finish(reason, trio.current_time()), resident)
 
     def _sweep(self) -> None:
         for seq in [s for s in self._lanes.running.values() if s.cancelled]:
             self._finish(seq, "cancelled")
-        for seq in [s for s in self._lanes.waiting if s.cancelled]:
+        for seq in [s for s in self._lanes.idle() if s.cancelled]:
             self._lanes.withdraw(seq)
             seq.finish("cancelled", trio.current_time())
 
@@ -433,15 +438,3 @@ class Actor:
 def _row(share: Share, seq: Sequence) -> Row:
     tokens = seq.ledger[share.start : share.start + share.n]
     return Row(share.slot, share.start, tokens, seq.sampler if share.sampled else None)
-
-
-def _resident(seq: Sequence) -> Resident:
-    """What a sequence leaves in its slot."""
-    return Resident(
-        slot=seq.slot,
-        ledger=np.asarray(seq.ledger[: seq.n_kv], np.int32),
-        cells=seq.cells,
-        path=seq.path,
-        last_used=trio.current_time(),
-        session_id=seq.options.session_id,
-    )

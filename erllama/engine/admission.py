@@ -8,12 +8,14 @@ decoding, never by `max_tokens`, and shared ones once.
 Where memory allows it (`ranges`), a sequence that is over stays in its cells as a *resident* until somebody
 needs the room, and whoever comes with the same beginning shares it: with residents and with sequences
 that still run. When room runs out, residents go first, the longest unused one before others; then the
-youngest running sequence gives up its cells and waits again.
+youngest running sequence gives up its cells and waits again. A sequence whose reader lags for seconds is
+parked when somebody waits for its place, and queued again when it has been read.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, deque
 from typing import TYPE_CHECKING
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
     from .sequence import Sequence
 
+LAG_PATIENCE_S = 2.0  # a reader that lags for longer gives its place to who waits
 DECODE_RESERVE = 32  # cells kept for each running sequence to grow into
 
 
@@ -43,6 +46,7 @@ class Lanes:
         self.n_slots = facts.n_slots
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
+        self.parked: list[Sequence] = []
         self.residents: dict[int, Resident] = {}
         self.generation: Counter[int] = Counter()  # of a slot: changes when what it holds is given up
         self.reading: Counter[int] = Counter()  # saves that still have to read a slot
@@ -226,9 +230,43 @@ class Lanes:
         self.waiting.appendleft(seq)
         return seq
 
+    def park_lagging(self, now: float) -> bool:
+        """If the head of the queue waits for a place, take it from the reader that has lagged longest."""
+        if self.park_in_s(now) > 0:
+            return False
+        seq = self._longest_lagging()
+        assert seq is not None
+        resident = Resident.of(seq, now)
+        self.release(seq.preempt(), resident)
+        self.parked.append(seq)
+        return True
+
+    def park_in_s(self, now: float) -> float:
+        """Seconds until `park_lagging` has something to do, if nothing else happens."""
+        seq = self._longest_lagging()
+        return math.inf if seq is None else LAG_PATIENCE_S - (now - _lagging_since(seq))
+
+    def _longest_lagging(self) -> Sequence | None:
+        """The running sequence to park, if anybody waits for its place."""
+        if not self.waiting or self.can_admit(self.waiting[0]):
+            return None
+        lagging = [s for s in self.running.values() if s.buffer.lagging_since is not None]
+        return min(lagging, key=_lagging_since, default=None)
+
+    def unpark(self) -> None:
+        """Queue parked sequences whose readers caught up, before everybody who came later."""
+        for seq in [s for s in self.parked if s.buffer.lagging_since is None]:
+            self.parked.remove(seq)
+            self.waiting.append(seq)
+            self.waiting = deque(sorted(self.waiting, key=lambda s: s.arrival))
+
+    def idle(self) -> list[Sequence]:
+        """Everybody who does not run."""
+        return [*self.waiting, *self.parked]
+
     def withdraw(self, seq: Sequence) -> None:
-        """Take a waiting sequence out of the queue."""
-        self.waiting.remove(seq)
+        """Take a sequence that does not run out of wherever it waits."""
+        (self.parked if seq in self.parked else self.waiting).remove(seq)
 
     def clear_memory(self) -> None:
         """The context was rebuilt: nothing is in memory any more."""
@@ -239,3 +277,8 @@ class Lanes:
 
 def _need(seq: Sequence) -> int:
     return seq.n_tokens + min(DECODE_RESERVE, max(seq.n_left, 0))
+
+
+def _lagging_since(seq: Sequence) -> float:
+    assert seq.buffer.lagging_since is not None
+    return seq.buffer.lagging_since

@@ -57,6 +57,7 @@ class LlamaBackend:
         self._model: llama.Model | None = None
         self._context: llama.Context | None = None
         self._batch: llama.Batch | None = None
+        self._longest_piece: int | None = None
 
     def __repr__(self) -> str:
         return f"<LlamaBackend {self._path!r}{'' if self._context else ' closed'}>"
@@ -164,7 +165,6 @@ class LlamaBackend:
         """One `llama_decode`, then one sample per row that carries a sampler."""
         context, batch = self._live_context(), self._batch
         assert batch is not None
-        context.abort.clear()
         batch.clear()
         outputs = [
             batch.add(row.slot, row.tokens, row.pos, output="none" if row.sampler is None else "last")
@@ -204,6 +204,12 @@ class LlamaBackend:
         context = self._context
         if context is not None:
             context.abort.raise_flag()
+
+    def clear_abort(self) -> None:
+        """Lower the flag. Any thread."""
+        context = self._context
+        if context is not None:
+            context.abort.clear()
 
     # --- memory ---
 
@@ -303,6 +309,15 @@ class LlamaBackend:
         """Text of ordinary tokens, id of control tokens."""
         vocab = self._live_model().vocab
         return [control_piece(t) if vocab.is_control(t) else vocab.piece(t) for t in tokens]
+
+    def longest_piece(self) -> int:
+        """Found once, by looking at every token: tens of milliseconds."""
+        if self._longest_piece is None:
+            vocab = self._live_model().vocab
+            self._longest_piece = max(
+                len(vocab.piece(t, special=True)) for t in range(self._live_model().facts.n_vocab)
+            )
+        return self._longest_piece
 
     def is_eog(self, token: int) -> bool:
         """Whether the token ends a generation."""

@@ -40,6 +40,9 @@ class ModelThread:
 
     async def step(self, step: Step) -> StepResult:
         """Compute a step. Raises: what the backend raises; the context must be rebuilt then."""
+        # Here and not in the step: a cancel between here and there must not be forgotten.
+        clear_abort: Callable[[], None] = getattr(self._backend, "clear_abort", lambda: None)
+        clear_abort()
         return await self._run(self._backend.step, step)
 
     async def cut_to_known(self, targets: list[tuple[int, int]]) -> list[int]:

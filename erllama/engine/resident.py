@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from .cells import Cells
     from .node_path import NodePath
+    from .sequence import Sequence as RunningSequence
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -26,6 +27,18 @@ class Resident:
     path: NodePath
     last_used: float
     session_id: Hashable = None
+
+    @classmethod
+    def of(cls, seq: RunningSequence, now: float) -> Resident:
+        """What `seq` leaves in its slot if it goes now."""
+        return cls(
+            slot=seq.slot,
+            ledger=np.asarray(seq.ledger[: seq.n_kv], np.int32),
+            cells=seq.cells,
+            path=seq.path,
+            last_used=now,
+            session_id=seq.options.session_id,
+        )
 
     @property
     def n_kv(self) -> int:

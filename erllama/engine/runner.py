@@ -89,9 +89,12 @@ class InlineRunner:
         """See `Runner.run`. The delay passes before `fn` and cannot be cancelled, like a native call."""
         await trio.lowlevel.checkpoint_if_cancelled()
         with trio.CancelScope(shield=True):
-            async with self._turn:
-                await trio.sleep(self._delay_s())
-                return fn(*args)
+            await self._turn.acquire()
+            await trio.sleep(self._delay_s())
+        try:
+            return fn(*args)
+        finally:
+            self._turn.release()
 
     def close(self) -> None:
         """Nothing to end."""

@@ -147,9 +147,7 @@ class Sequence:
 
     # --- transitions ---
 
-    def admit(
-        self, slot: int, now: float, shared: Cells | None = None, path: NodePath | None = None
-    ) -> None:
+    def admit(self, slot: int, now: float, shared: Cells | None = None, path: NodePath | None = None) -> None:
         """It gets a lane whose memory holds `shared`, a beginning of its tokens, and nothing else."""
         self._slot, self.cells, self.path = slot, shared or Cells(), path or NodePath()
         self._life.fire(Happening.ADMITTED)

@@ -2,7 +2,8 @@
 
 The engine never waits: it asks `has_room` before it plans a sequence, and a stream without room
 leaves that sequence out of the step. The client waits in `receive`, and every event it takes may
-make the sequence plannable again (`on_room`).
+make the sequence plannable again (`on_room`). A reader *lags* from the moment its buffer is full until it
+is half empty.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class EventBuffer:
         self._wakeup = trio.lowlevel.ParkingLot()
         self._ended = False
         self._error: BaseException | None = None
+        self.lagging_since: float | None = None  # trio's clock
 
     def __repr__(self) -> str:
         return f"<EventBuffer {len(self._events)}/{self._capacity}{' ended' if self._ended else ''}>"
@@ -47,6 +49,8 @@ class EventBuffer:
         if self._ended:
             return
         self._events.extend(events)
+        if self.lagging_since is None and not self.has_room:
+            self.lagging_since = trio.current_time()
         self._wakeup.unpark_all()
 
     def end(self, error: BaseException | None = None) -> None:
@@ -67,9 +71,11 @@ class EventBuffer:
                     raise self._error
                 raise trio.EndOfChannel
             await self._wakeup.park()
-        had_room = self.has_room
+        before = self.has_room, self.lagging_since
         event = self._events.popleft()
-        if not had_room and self.has_room:
+        if len(self._events) <= self._capacity // 2:
+            self.lagging_since = None
+        if before != (self.has_room, self.lagging_since):
             self._on_room()
         await trio.lowlevel.cancel_shielded_checkpoint()
         return event

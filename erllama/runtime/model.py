@@ -10,7 +10,7 @@ import numpy as np
 import trio
 
 from erllama.engine.request import EventStream, open_stream
-from erllama.errors import EngineError, InvalidContent, NotLoaded
+from erllama.errors import ContextOverflow, EngineError, InvalidContent, NotLoaded
 from erllama.options import GenerationOptions
 from erllama.types import Completion, Done, Event
 
@@ -80,6 +80,7 @@ class Model:
 
     async def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
+            await self._refuse_hopeless(prompt)
             return await self.tokenize_async(prompt)
         await trio.lowlevel.checkpoint()
         return _token_ids(prompt)
@@ -99,6 +100,24 @@ class Model:
                 f"session {session_id!r} is still computing after {RESET_PATIENCE_S:g} s", reason="timeout"
             )
         return "recovered" if hit else "not_found"
+
+    async def _refuse_hopeless(self, text: str) -> None:
+        """Raise `ContextOverflow` for text that cannot fit, before llama.cpp spends minutes on it.
+
+        Its tokenizers take time quadratic in some texts (4 MB of spaces: 45 s), so a text so long that it
+        would not fit in the longest tokens there are is never given to them.
+        """
+        handle = self._live()
+        longest_piece = getattr(handle.backend, "longest_piece", None)
+        if longest_piece is None or len(text) <= PLAIN_CALL_BYTES:
+            return
+        least = len(text) // await trio.to_thread.run_sync(longest_piece)
+        if least >= handle.facts.n_ctx:
+            raise ContextOverflow(
+                f"the prompt of {len(text)} characters has at least {least} tokens, and the context length "
+                f"is {handle.facts.n_ctx}; shorten it, or load the model with a larger n_ctx",
+                detail={"n_prompt": least, "n_ctx": handle.facts.n_ctx},
+            )
 
     # --- text and tokens ---
 

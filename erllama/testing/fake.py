@@ -123,7 +123,6 @@ class FakeBackend:
     def step(self, step: Step) -> StepResult:
         """Check what llama.cpp would assert on, then compute."""
         assert self.is_open
-        self._abort.clear()
         self.steps.append(step)
         slots = [row.slot for row in step.rows]
         assert slots == sorted(set(slots)), f"rows are not in ascending slot order: {slots}"
@@ -193,6 +192,10 @@ class FakeBackend:
     def abort(self) -> None:
         """See `OptionalBackend.abort`."""
         self._abort.set()
+
+    def clear_abort(self) -> None:
+        """See `OptionalBackend.clear_abort`."""
+        self._abort.clear()
 
     def new_sampler(self, params: SamplingParams) -> FakeSampler:
         """See `OptionalBackend.new_sampler`. The only grammar it knows is `root ::= digits`."""

@@ -150,7 +150,7 @@ def test_nobody_is_admitted_after_a_preemption_until_a_sequence_ends():
     assert lane.admit_next(0.0) is young
 
 
-def test_one_whose_reader_is_stalled_gives_way_first():
+async def test_one_whose_reader_is_stalled_gives_way_first():
     """Cells held for nobody's progress are freed before a younger sequence that gets on."""
     lane = lanes(2)
     stalled, young = admit_all(lane, seq(capacity=4), seq(capacity=4))

@@ -32,6 +32,7 @@ class Driven:
         self.facts: BackendFacts = backend.open()
 
     def step(self, *rows: Row, budget_s: float | None = None) -> list[int | None]:
+        self.backend.clear_abort()
         result = self.backend.step(Step(rows, budget_s))
         assert result.status is StepStatus.OK
         return [None if s is None else s.token for s in result.sampled]
@@ -178,6 +179,7 @@ def test_abort_ends_a_step_early_and_memory_tells_what_is_left(
         prompt = prompt_of(driven, 100) * 40
         reference = driven.answer(0, prompt[:300], 3)
         assert driven.backend.cut(0, 0)
+        driven.backend.clear_abort()
         timer = threading.Timer(0.03, driven.backend.abort)
         timer.start()
         result = driven.backend.step(Step((Row(1, 0, prompt),)))
@@ -199,6 +201,17 @@ def test_abort_ends_a_step_early_and_memory_tells_what_is_left(
 def subtests_kinds() -> list[str]:
     """The memory kinds of llama.cpp."""
     return ["dense", "window", "recurrent", "hybrid"]
+
+
+def test_an_abort_just_before_a_step_is_not_lost(driven: Driven) -> None:
+    """R2: a cancel that comes while the step is being handed over still ends it; `clear_abort` forgets it."""
+    if isinstance(driven.backend, FakeBackend):
+        driven.backend.threaded, driven.backend.step_delay_s = True, 0.001
+    prompt = prompt_of(driven)
+    driven.backend.abort()
+    assert driven.backend.step(Step((Row(0, 0, prompt),))).status is StepStatus.ABORTED
+    assert driven.backend.cut(0, 0)
+    assert len(driven.answer(0, prompt, 2)) == 2
 
 
 def test_a_budget_that_runs_out_is_a_timeout(tiny_gguf: Callable[[str], Path]) -> None:

@@ -28,6 +28,72 @@ async def test_a_stalled_reader_is_skipped_and_loses_nothing():
     assert ids_of([fast]) == ids_of(await alone(["fast"], seed=2, max_tokens=500))
 
 
+async def test_nobody_waits_behind_a_reader_that_sleeps(autojump_clock):
+    """On one slot a lagging sequence makes room after two seconds, and later goes on where it was."""
+    async with serving(FakeBackend(n_slots=1)) as bench:
+        async with bench.stream("slow", seed=1, max_tokens=60, buffer_events=8) as slow:
+            began = trio.current_time()
+            fast = await bench.complete("fast", seed=2, max_tokens=50)
+            assert 2 <= trio.current_time() - began < 2.1
+            assert bench.actor.statistics().n_waiting == 1
+            answer = await last(slow)
+        await bench.wait_idle()
+    assert ids_of([answer]) == ids_of(await alone(["slow"], seed=1, max_tokens=60))
+    assert ids_of([fast]) == ids_of(await alone(["fast"], seed=2, max_tokens=50))
+
+
+async def test_a_trickling_reader_lags_too(autojump_clock):
+    """An event a second does not hold the only slot: the buffer has to get half empty."""
+    async with (
+        serving(FakeBackend(n_slots=1)) as bench,
+        bench.stream("slow", seed=1, max_tokens=60, buffer_events=64) as slow,
+        trio.open_nursery() as nursery,
+    ):
+        await trio.testing.wait_all_tasks_blocked()
+
+        async def trickle() -> None:
+            async for _ in slow:
+                await trio.sleep(1)
+
+        nursery.start_soon(trickle)
+        with trio.fail_after(4):
+            await bench.complete("fast", seed=2, max_tokens=50)
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_parked_sequence_can_be_cancelled(autojump_clock):
+    """Its reader leaves while it is parked: nothing of it is left."""
+    async with serving(FakeBackend(n_slots=1)) as bench:
+        async with bench.stream("slow", max_tokens=60, buffer_events=8):
+            await bench.complete("fast", max_tokens=5)
+            assert bench.actor.statistics().n_waiting == 1
+        await bench.wait_idle()
+        assert bench.backend.live_samplers == set()
+
+
+async def test_who_was_parked_comes_before_who_came_later(autojump_clock):
+    """Read again, it is first in the queue."""
+    order: list[str] = []
+    async with (
+        serving(FakeBackend(n_slots=1, step_delay_s=0.1)) as bench,
+        bench.stream("slow", max_tokens=20, buffer_events=8) as slow,
+        trio.open_nursery() as nursery,
+    ):
+
+        async def ask(name: str) -> None:
+            await bench.complete(name, max_tokens=40)
+            order.append(name)
+
+        for name in ("a", "b", "c"):
+            nursery.start_soon(ask, name)
+            await trio.testing.wait_all_tasks_blocked()
+        await trio.sleep(4)  # long enough to be parked for "a"
+        assert bench.actor.statistics().n_waiting == 3
+        await last(slow)
+        order.append("slow")
+    assert order == ["a", "slow", "b", "c"]
+
+
 @pytest.mark.parametrize("capacity", [4, 5, 7, 64])
 async def test_a_buffer_never_exceeds_its_capacity(capacity: int):
     """Memory is bounded whatever the reader does, Done and held-back text included."""

@@ -67,7 +67,7 @@ async def test_only_the_first_end_counts():
         await b.receive()
 
 
-def test_room_is_for_a_whole_step():
+async def test_room_is_for_a_whole_step():
     """A buffer has room while one step's events still fit, not merely one."""
     b, _ = buffer(EVENTS_PER_STEP + 1)
     assert b.has_room
@@ -79,12 +79,14 @@ def test_room_is_for_a_whole_step():
 
 
 async def test_room_is_announced_exactly_when_it_comes_back():
-    """Reading wakes the engine once per crossing, not for every event."""
-    b, rooms = buffer(6)
-    b.put_nowait(*map(event, range(5)))
-    for n_left, n_rooms in ((4, 0), (3, 0), (2, 1), (1, 1), (0, 1)):
+    """Reading wakes the engine when there is room again and when the lag ends, not for every event."""
+    b, rooms = buffer(10)
+    b.put_nowait(*map(event, range(9)))
+    assert b.lagging_since is not None
+    for n_left, n_rooms in ((8, 0), (7, 0), (6, 1), (5, 2), (4, 2), (3, 2)):
         await b.receive()
         assert (len(b), rooms.n) == (n_left, n_rooms)
+    assert b.lagging_since is None
 
 
 async def test_a_waiting_reader_is_woken_by_an_event_and_by_an_end():

@@ -342,6 +342,15 @@ async def test_text_and_tokens_round_trip(smollm2_path: Path) -> None:
             assert await model.tokenize_async(text, add_special=False) == tokens
 
 
+async def test_a_hopeless_prompt_is_refused_before_it_is_tokenised(smollm2_path: Path) -> None:
+    """4 MB of spaces would keep llama.cpp's tokenizer busy for most of a minute; their length says enough."""
+    async with erllama.open_engine() as engine:
+        model = await engine.load_model(smollm2_path, context=ContextOptions(n_ctx=512))
+        with trio.fail_after(5), pytest.raises(erllama.ContextOverflow, match="context length is 512"):
+            await model.complete(" " * (4 << 20))
+        assert (await model.complete("ok", max_tokens=1)).generated
+
+
 async def test_two_engines_at_once(smollm2_path: Path) -> None:
     """Two engines in one program load the same file and do not mind each other."""
     async with erllama.open_engine() as one, erllama.open_engine() as two:

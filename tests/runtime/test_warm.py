@@ -124,7 +124,7 @@ async def test_an_edited_middle_resumes_at_the_edit(smol: erllama.Model) -> None
     assert restored.cache_source == "ram"
 
 
-async def test_planted_words_survive_a_kill(smollm2_path: Path, tmp_path: Path) -> None:
+def test_planted_words_survive_a_kill(smollm2_path: Path, tmp_path: Path) -> None:
     """A process is killed with SIGKILL after a prompt was saved; the next one answers warm and the same."""
     program = textwrap.dedent(
         """
@@ -155,7 +155,7 @@ async def test_planted_words_survive_a_kill(smollm2_path: Path, tmp_path: Path) 
             env=os.environ.copy(),
         ) as child:
             assert child.stdout is not None
-            line = await trio.to_thread.run_sync(child.stdout.readline)
+            line = child.stdout.readline()
             child.send_signal(signal.SIGKILL)
         seen.append(line.rsplit(" ", 1))
     (cold, n_cold), (warm, n_warm) = seen
