@@ -43,6 +43,10 @@ from .errors import SeqCapacity as SeqCapacity
 from .errors import StickyBusy as StickyBusy
 from .errors import TranscriptMismatch as TranscriptMismatch
 from .errors import UnknownOption as UnknownOption
+from .kvcache.policy import SavePolicy as SavePolicy
+from .kvcache.tiers import DiskTier as DiskTier
+from .kvcache.tiers import RamFileTier as RamFileTier
+from .kvcache.tiers import RamTier as RamTier
 from .options import ContextOptions as ContextOptions
 from .options import EngineConfig as EngineConfig
 from .options import ModelOptions as ModelOptions

@@ -40,6 +40,8 @@ class BackendFacts:
     memory_bytes: int = 0  # weights, KV and compute buffers
     memory_kind: MemoryKind = MemoryKind.DENSE
     streams_separate: bool = False
+    ranges: bool = False  # ranges of a sequence can be shared, exported and imported, and cut at any token
+    shape_hash: bytes | None = None  # whose KV this is; None: it is not kept
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
 
@@ -151,6 +153,21 @@ class OptionalBackend(Backend, Protocol):
     def n_kv(self, slot: int) -> int:
         """Tokens of the sequence that are in memory."""
 
+    def share(self, src: int, dst: int, start: int, end: int) -> None:
+        """Let `dst`, which ends at `start`, hold [start, end) of `src` as well. No data moves."""
+
+    def export_bytes(self, slot: int, start: int, end: int) -> int:
+        """Size of what `export` would write."""
+
+    def export(self, slot: int, start: int, end: int, into: memoryview) -> int:
+        """Write the KV of [start, end); returns the bytes written. The live sequence is undisturbed."""
+
+    def import_(self, slot: int, block: tuple[int, int], wanted: tuple[int, int], data: memoryview) -> bool:
+        """Add positions `wanted` of the exported `block` to a slot that ends where they begin.
+
+        False, and nothing is changed, if the bytes are refused or there is no room.
+        """
+
     def rebuild(self) -> None:
         """Make a fresh, empty context; the weights stay loaded."""
 
@@ -175,6 +192,9 @@ class OptionalBackend(Backend, Protocol):
 
     def piece(self, token: int) -> bytes:
         """The bytes a token shows; empty for control tokens."""
+
+    def key_pieces(self, tokens: Sequence[int]) -> list[bytes]:
+        """What identifies each token in a stored history: its text, or 0xFF and its id for control tokens."""
 
     def longest_piece(self) -> int:
         """Bytes of the longest token: n bytes of text are at least n / that many tokens. May block."""

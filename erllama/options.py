@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 # Re-exported: whoever declares options of its own (the store, plugins) needs one import only.
 from .checks import Rejected as Rejected
@@ -59,6 +59,13 @@ def logit_biases(value: object) -> dict[int, float]:
             raise Rejected(wanted)
         biases[int(token)] = float(bias)
     return biases
+
+
+def sequence(value: object) -> tuple[object, ...]:
+    """Any sequence but text."""
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise Rejected("a sequence")
+    return tuple(value)
 
 
 def tensor_shares(value: object) -> tuple[float, ...]:
@@ -171,6 +178,7 @@ class GenerationOptions:
     logit_bias: Mapping[int, float] | None = option(default=None, check=optional(logit_biases))
     logprobs: int | None = option(default=None, check=optional(integer(0, 100)))
     on_full: Literal["block", "error"] = option(default="block", check=choice("block", "error"))
+    cache: Literal["on", "read", "off"] = option(default="on", check=choice("on", "read", "off"))
     session_id: Hashable = option(default=None, check=hashable)
 
 
@@ -179,6 +187,13 @@ class EngineConfig:
     """What holds for a whole engine.
 
     `stream_buffer_events`: how many events wait for a slow reader before its sequence skips steps.
+    `tiers`: where KV is kept besides RAM (`DiskTier`, `RamFileTier`). `ram_max_bytes`: budget of the RAM
+    tier. `writer_max_concurrent`: saves written at once. `evict_save_timeout_s`: how long an unload waits
+    for what is still to be saved.
     """
 
     stream_buffer_events: int = option(default=256, check=integer(4))
+    tiers: Sequence[Any] = option(default=(), check=sequence)
+    ram_max_bytes: int = option(default=1 << 30, check=integer(0))
+    writer_max_concurrent: int = option(default=2, check=integer(1, 64))
+    evict_save_timeout_s: float = option(default=30.0, check=number(0))

@@ -91,8 +91,13 @@ FIELDS = [
     ),
     (GenerationOptions, "logprobs", [None, 0, 100], [-1, 101, True]),
     (GenerationOptions, "on_full", ["block", "error"], ["drop", None]),
+    (GenerationOptions, "cache", ["on", "read", "off"], [True, "write", None]),
     (GenerationOptions, "session_id", [None, "s", 7, ("a", 1)], [[], {}]),
     (EngineConfig, "stream_buffer_events", [4, 256], [3, 0, None, INF]),
+    (EngineConfig, "tiers", [(), []], ["disk", b"disk", 1, None]),
+    (EngineConfig, "ram_max_bytes", [0, 1 << 40], [-1, None, 1.5]),
+    (EngineConfig, "writer_max_concurrent", [1, 64], [0, 65, None]),
+    (EngineConfig, "evict_save_timeout_s", [0, 30.0], [-1, None, INF]),
 ]
 ACCEPTED = [(cls, name, value) for cls, name, good, _ in FIELDS for value in good]
 REFUSED = [(cls, name, value) for cls, name, _, bad in FIELDS for value in bad]
@@ -147,7 +152,7 @@ def test_a_typo_names_the_nearest(cls: type, typo: str, nearest: str):
 
 def test_a_name_near_nothing_lists_all():
     """Where nothing is near, the known options are listed."""
-    with pytest.raises(UnknownOption, match="known options: stream_buffer_events") as caught:
+    with pytest.raises(UnknownOption, match="known options: evict_save_timeout_s, ram_max_bytes") as caught:
         EngineConfig(xyzzy=1)
     assert caught.value.detail == {"key": "xyzzy", "nearest": None}
 
@@ -227,9 +232,16 @@ DEFAULTS = {
         "logit_bias": None,
         "logprobs": None,
         "on_full": "block",
+        "cache": "on",
         "session_id": None,
     },
-    EngineConfig: {"stream_buffer_events": 256},
+    EngineConfig: {
+        "stream_buffer_events": 256,
+        "tiers": (),
+        "ram_max_bytes": 1 << 30,
+        "writer_max_concurrent": 2,
+        "evict_save_timeout_s": 30.0,
+    },
 }
 
 

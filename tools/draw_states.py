@@ -13,12 +13,14 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "internals" / "states.m
 
 PHASES = {
     Phase.QUEUED: "It waits for a slot. It may hold generated tokens already: then it was preempted.",
+    Phase.RESTORE: "It owns a slot; what live sequences and the store hold of its tokens is put into it.",
     Phase.PREFILL: "It owns a slot; all but its last known token go into memory, piece by piece.",
     Phase.DECODE: "It owns a slot; every step computes its last token and samples the next.",
     Phase.FINISHED: "Its reader has got `Done` or an error; slot and sampler are given back.",
 }
 HAPPENINGS = {
     Happening.ADMITTED: "It got the lowest free slot.",
+    Happening.RESTORED: "Whatever could be reused is in memory; often that is nothing.",
     Happening.PREFILLED: "All but its last token are in memory.",
     Happening.REWOUND: "A step was aborted and memory was lost; what is gone is computed again.",
     Happening.PREEMPTED: "No cell was free; as the youngest it gives its own up and waits again.",

@@ -62,11 +62,16 @@ MEANINGS: dict[type, dict[str, str]] = {
         "stop": "texts before which the answer ends",
         "logit_bias": "token id → number added to its logit; `-math.inf` forbids it",
         "logprobs": "report the log-probability of each token and of this many alternatives",
+        "cache": '`"on"`; `"read"`: reuse, but keep nothing of this request; `"off"`: neither',
         "session_id": "a name for the request's sequence; a second request under it raises `StickyBusy`",
         "on_full": "when every sequence is busy: wait in line, or raise `SeqCapacity`",
     },
     options.EngineConfig: {
         "stream_buffer_events": "events that wait for a slow reader before its request pauses",
+        "tiers": "where KV is kept besides RAM: `DiskTier`, `RamFileTier`",
+        "ram_max_bytes": "budget of the RAM tier, index included",
+        "writer_max_concurrent": "saves written to files at once",
+        "evict_save_timeout_s": "seconds an unload waits for what is still to be saved",
     },
 }
 

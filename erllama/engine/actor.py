@@ -36,19 +36,26 @@ from erllama.errors import (
 )
 
 from .admission import Lanes
+from .model_thread import ModelThread
 from .pace import Pace
 from .planner import PIECE, Limits, Share, lacks_cells, plan_step
+from .resident import Resident
+from .resume import Resumer
+from .saver import Saver
 from .state import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Iterable
 
     from erllama.options import ContextOptions
+    from erllama.types import FinishReason
 
+    from .cache_link import CacheLink
     from .runner import Runner
     from .sequence import Sequence
 
 log = logging.getLogger("erllama.engine")
+SAVE_PATIENCE_S = 1.0  # how long others stand still so that what a resident holds can be saved
 
 UNASKED_ABORTS = 3  # in a row; then the context is rebuilt
 
@@ -78,20 +85,33 @@ class Actor:
     """Runs the requests of one opened backend."""
 
     def __init__(
-        self, model_id: str, backend: Backend, facts: BackendFacts, options: ContextOptions, runner: Runner
+        self,
+        model_id: str,
+        backend: Backend,
+        facts: BackendFacts,
+        options: ContextOptions,
+        runner: Runner,
+        cache: CacheLink | None = None,
     ) -> None:
         self.model_id = model_id
         self.facts = facts
         self._backend = backend
         self._options = options
-        self._runner = runner
-        self._lanes = Lanes(facts)
+        self._lanes = Lanes(facts, self._save)
+        self._thread = ModelThread(backend, runner, self._lanes.take_ops)
+        self._cache = cache
+        self._saver = self._resumer = None
+        if cache is not None and facts.ranges:
+            self._saver = Saver(cache, self._lanes, self._thread, self.wake)
+            self._resumer = Resumer(cache, self._lanes, self._thread)
         self._pace = Pace()
         self._in_flight: list[Sequence] = []
         self._aborting = False
         self._unasked_aborts = 0
         self._no_room_alone = False
+        self._following: set[Sequence] = set()  # they wait for an older one that computes the same prompt
         self._squeeze: int | None = None  # a smaller prefill chunk after a refused step
+        self._stalled_since: float | None = None  # nobody goes on until residents are saved, and leave
         self._wakeup = trio.Event()
         self._stopped: ErllamaError | None = None
         self._n = dict.fromkeys(
@@ -144,7 +164,7 @@ class Actor:
         self.wake()
         if not self._aborting and self._in_flight and all(s.cancelled for s in self._in_flight):
             self._aborting = True
-            self._abort()
+            self._thread.abort()
 
     def reset_session(self, session_id: Hashable) -> list[Sequence]:
         """End the session's requests with `EngineReset`, even while a step is stuck; returns them.
@@ -172,7 +192,7 @@ class Actor:
             compute_s=self._compute_s,
             sample_s=self._sample_s,
             n_waiting=len(self._lanes.idle()),
-            n_prefilling=sum(s.phase is Phase.PREFILL for s in running),
+            n_prefilling=sum(s.phase in (Phase.RESTORE, Phase.PREFILL) for s in running),
             n_decoding=sum(s.phase is Phase.DECODE for s in running),
             n_slots=self._lanes.n_slots,
             n_available=self._lanes.n_available,
@@ -189,11 +209,15 @@ class Actor:
 
     # --- the loop ---
 
-    async def run(self) -> None:
+    async def run(self, nursery: trio.Nursery) -> None:
         """Serve until cancelled. Every client gets an end, however this ends.
 
-        Cancellation: the running step is aborted and waited for; clients get `NotLoaded`.
+        `nursery` holds the tasks that restore and save beside the loop. Cancellation: the running step is
+        aborted and waited for; clients get `NotLoaded`.
         """
+        self._nursery = nursery
+        if self._saver is not None:
+            nursery.start_soon(self._saver.run)
         reason: ErllamaError = EngineError(f"the engine of {self.model_id!r} stopped")
         try:
             while True:
@@ -210,6 +234,9 @@ class Actor:
     def _stop(self, reason: ErllamaError) -> None:
         self._stopped = reason
         left = [seq for seq in self.sequences() if seq.phase is not Phase.FINISHED]
+        for seq in left:
+            if seq.has_slot and seq.options.cache == "on":
+                self._save(seq)
         self._lanes.waiting.clear()
         self._lanes.parked.clear()
         self._lanes.running.clear()
@@ -217,20 +244,70 @@ class Actor:
             for seq in left:
                 each.callback(seq.fail, reason)
 
+    async def wait_saved(self) -> None:
+        """Until everything computed so far is in the store. Cancellation: harmless."""
+        if self._saver is not None:
+            await self._saver.wait_idle()
+
+    async def flush(self) -> None:
+        """Save what is planned. Only once `run` has ended. Cancellation: the rest is not saved."""
+        if self._saver is not None:
+            try:
+                await self._saver.drain()
+            finally:
+                self._saver.give_up()
+
+    def _save(self, seq: Sequence) -> None:
+        """Plan to save whatever `seq` has computed: it is about to leave its slot."""
+        if self._saver is not None:
+            self._saver.plan_end(seq)
+
     async def _turn(self) -> None:
         self._wakeup = trio.Event()
         self._sweep()
         self._lanes.unpark()
         now = trio.current_time()
-        while self._lanes.admit_next(now) is not None or self._park(now):
-            pass
-        self._make_room()
+        while True:
+            if (admitted := self._lanes.admit_next(now)) is not None:
+                self._start_restore(admitted)
+            elif not self._park(now):
+                break
+        self._following = self._lanes.share_running(now)
+        self._make_room(now)
         shares = self._plan()
         if shares:
             await self._step(shares)
         else:
-            with trio.move_on_after(max(0.0, self._lanes.park_in_s(now, self._pace))):
-                await self._wakeup.wait()
+            await self._wait(now)
+
+    async def _wait(self, now: float) -> None:
+        """Until something changes, or it is time to park somebody or to give up on a save."""
+        patience = math.inf if self._stalled_since is None else self._stalled_since + SAVE_PATIENCE_S - now
+        with trio.move_on_after(max(0.0, min(patience, self._lanes.park_in_s(now, self._pace)))):
+            await self._wakeup.wait()
+
+    def _start_restore(self, seq: Sequence) -> None:
+        # What an older sequence has or is computing is taken from there; the store is read once for all.
+        if self._resumer is None or seq.options.cache == "off" or not self._resumer.has_more(seq):
+            seq.restored(trio.current_time())
+        else:
+            self._nursery.start_soon(self._restore, self._resumer, seq, seq.n_admitted)
+
+    async def _restore(self, resumer: Resumer, seq: Sequence, stay: int) -> None:
+        try:
+            await resumer.restore(seq, stay)
+        finally:
+            if seq.phase is Phase.RESTORE and seq.n_admitted == stay:
+                seq.restored(trio.current_time())
+                self.wake()
+
+    def _finish(self, seq: Sequence, reason: FinishReason) -> None:
+        """End with Done; what was computed stays in its cells and goes to the store."""
+        resident = None
+        if seq.has_slot and seq.options.cache == "on":
+            self._save(seq)
+            resident = Resident.of(seq, trio.current_time())
+        self._lanes.release(seq.finish(reason, trio.current_time()), resident)
 
     def _park(self, now: float) -> bool:
         seq = self._lanes.park_lagging(now, self._pace)
@@ -242,15 +319,37 @@ class Actor:
 
     def _sweep(self) -> None:
         for seq in [s for s in self._lanes.running.values() if s.cancelled]:
-            self._lanes.release(seq.finish("cancelled", trio.current_time()))
+            self._finish(seq, "cancelled")
 
     def _ready(self) -> list[Sequence]:
-        return [s for s in self._lanes.running.values() if s.buffer.has_room]
+        running = self._lanes.running.values()
+        return [
+            s
+            for s in running
+            if s.phase is not Phase.RESTORE and s.buffer.has_room and s not in self._following
+        ]
 
-    def _make_room(self) -> None:
+    def _make_room(self, now: float) -> None:
+        chunk = self._options.prefill_chunk_size or self.facts.n_batch
+        wanted = sum(min(chunk, s.n_tokens - s.n_kv) for s in self._ready())
+        self._lanes.reclaim(int(min(wanted, self.facts.n_batch)))
         while lacks_cells(self._ready(), self._n_free_cells):
+            if self._lanes.is_saving:
+                self._stall(now)
+                return
             if not self._preempt():
-                break
+                return
+            self._lanes.reclaim(len(self._ready()))
+            self._following = self._lanes.share_running(now)  # who was waited for may have been the one to go
+
+    def _stall(self, now: float) -> None:
+        """Residents that are being saved hold the cells that are lacking; not for ever."""
+        if self._stalled_since is None:
+            self._stalled_since = now
+        elif now - self._stalled_since >= SAVE_PATIENCE_S:
+            self._lanes.drop_resident(unsaved=True)
+            self._stalled_since = None
+            self.wake()
 
     @property
     def _n_free_cells(self) -> int | None:
@@ -258,7 +357,7 @@ class Actor:
         return None if len(self._lanes.running) == 1 else self._lanes.n_free_cells
 
     def _preempt(self) -> bool:
-        seq = self._lanes.preempt_youngest()
+        seq = self._lanes.preempt_youngest(trio.current_time())
         if seq is None:
             return False
         self._n["preempted"] += 1
@@ -285,13 +384,12 @@ class Actor:
             tuple(_row(share, seq) for share, seq in zip(shares, self._in_flight, strict=True)),
             self._pace.budget_s(self._options.decode_budget_s, n_decode, n_prefill),
         )
-        drops, self._lanes.to_drop = self._lanes.to_drop, []
-        # Here and not in the step: a cancel between here and there must not be forgotten.
-        getattr(self._backend, "clear_abort", lambda: None)()
+        stepping = list(self._in_flight)
         try:
-            result = await self._runner.run(self._on_model_thread, drops, step, on_cancel=self._abort)
+            with self._lanes.reserving(step.n_tokens):
+                result = await self._thread.step(step)
         except ErllamaError as error:
-            await self._rebuild(error)
+            await self._rebuild(error, stepping)
             return
         finally:
             self._in_flight = []
@@ -303,11 +401,13 @@ class Actor:
                 self._n["decode_rows"] += n_decode
                 self._n["prefill_tokens"] += n_prefill
                 self._pace.observe(n_decode, n_prefill, result.compute_s)
-                self._squeeze, self._unasked_aborts = None, 0
+                self._squeeze = self._stalled_since = None
+                self._unasked_aborts = 0
                 self._apply(shares, result)
             case StepStatus.NO_ROOM:
                 self._n["refused_steps"] += 1
-                self._yield_room(shares)
+                if not self._yield_room(shares):
+                    await self._wait(trio.current_time())
             case StepStatus.ABORTED:
                 self._n["aborted_steps"] += 1
                 self._unasked_aborts = 0 if self._aborting else self._unasked_aborts + 1
@@ -322,22 +422,7 @@ class Actor:
                     DecodeTimeout(f"a step of {step.n_tokens} tokens took longer than {step.budget_s:.3g} s")
                 )
             case StepStatus.FATAL:
-                await self._rebuild(DecodeFailed(rc=result.rc))
-
-    def _on_model_thread(self, drops: list[int], step: Step) -> StepResult:
-        for slot in drops:
-            if not self._backend.cut(slot, 0):
-                raise EngineError(f"slot {slot} of {self.model_id!r} could not be emptied")
-        return self._backend.step(step)
-
-    def _abort(self) -> None:
-        abort: Callable[[], None] | None = getattr(self._backend, "abort", None)
-        if abort is None:
-            return
-        try:
-            abort()
-        except Exception:  # a backend's bug here must not come out of somebody's cancel
-            log.exception("%s: the backend could not be told to abort", self.model_id)
+                await self._rebuild(DecodeFailed(rc=result.rc), stepping)
 
     # --- what a step changes ---
 
@@ -346,6 +431,8 @@ class Actor:
         for share, sampled in zip(shares, result.sampled, strict=True):
             seq = self._lanes.running[share.slot]
             seq.computed(share.start + share.n, now)
+            if self._saver is not None and seq.options.cache == "on":
+                self._saver.plan_blocks(seq)
             if seq.cancelled or not share.sampled:
                 continue
             if sampled is None:
@@ -363,15 +450,24 @@ class Actor:
         piece: Callable[[int], bytes] = getattr(self._backend, "piece", lambda _: b"")
         reason = seq.accept(sampled, piece=piece(sampled.token), is_eog=is_eog(sampled.token), now=now)
         if reason is not None:
-            self._lanes.release(seq.finish(reason, now))
+            self._finish(seq, reason)
 
-    def _yield_room(self, shares: list[Share]) -> None:
-        """The model refused for lack of cells, and nothing changed: ask for less, then for fewer."""
+    def _yield_room(self, shares: list[Share]) -> bool:
+        """The model refused for lack of cells, and nothing changed: ask for less, then for fewer.
+
+        False: cells will be free when a resident is saved.
+        """
+        if self._lanes.drop_resident():
+            return True
+        if self._lanes.is_saving:
+            self._stall(trio.current_time())
+            return False
         largest = max(shares, key=lambda share: share.n)
         if largest.n > PIECE:
             self._squeeze = max(PIECE, largest.n // 2 // PIECE * PIECE)
         elif not self._preempt():
             self._no_room_for_one(self._lanes.running[largest.slot])
+        return True
 
     def _no_room_for_one(self, seq: Sequence) -> None:
         """Memory refuses a lone sequence that fits by every count: compute it once more from nothing.
@@ -382,11 +478,11 @@ class Actor:
         if not self._no_room_alone:
             self._no_room_alone = True
             self._lanes.release(seq.preempt())
-            self._lanes.waiting.appendleft(seq)
+            self._lanes.requeue(seq)
             return
         self._no_room_alone = False
         if seq.n_generated:
-            self._lanes.release(seq.finish("length", trio.current_time()))
+            self._finish(seq, "length")
             return
         error = EngineError(
             f"the model has no room for {seq.n_tokens} tokens in an empty context of {self.facts.n_ctx}",
@@ -402,41 +498,43 @@ class Actor:
             return
         targets = [(slot, seq.n_tokens - 1) for slot, seq in survivors]
         try:
-            kept = await self._runner.run(self._cut_on_model_thread, targets, on_cancel=self._abort)
+            kept = await self._thread.cut_to_known(targets)
         except ErllamaError as error:
             await self._rebuild(error)
             return
         for (_, seq), n_kv in zip(survivors, kept, strict=True):
             seq.rewind(n_kv)
 
-    def _cut_on_model_thread(self, targets: list[tuple[int, int]]) -> list[int]:
-        """Cut each slot to what is both in memory and at most its target; 0 where that cannot be exact."""
-        n_kv: Callable[[int], int] = getattr(self._backend, "n_kv", lambda _: 0)
-        kept = []
-        for slot, most in targets:
-            n = min(n_kv(slot), most)
-            if n and not self._backend.cut(slot, n):
-                n = 0
-            if not n:
-                self._backend.cut(slot, 0)
-            kept.append(n)
-        return kept
+    async def _rebuild(self, error: ErllamaError, stepping: Iterable[Sequence] = ()) -> None:
+        """A fresh context. Who ran fails with `error`; who waits goes on.
 
-    async def _rebuild(self, error: ErllamaError) -> None:
-        """A fresh context. Who ran fails with `error`; who waits goes on."""
+        `stepping` were in the step that failed: whoever of them stood on KV that was restored and never
+        proven by a step is not to blame. That KV is never served again, and the request starts over, once.
+        """
         log.error("%s: rebuilding the context after %s", self.model_id, error)
+        for seq in stepping:
+            self._start_over(seq)
         for slot, seq in list(self._lanes.running.items()):
             if seq.cancelled:
                 seq.finish("cancelled", trio.current_time())
             else:
                 seq.fail(error)
             self._lanes.release(slot)
-        rebuild: Callable[[], None] | None = getattr(self._backend, "rebuild", None)
-        if rebuild is None:
+        if getattr(self._backend, "rebuild", None) is None:
             raise error
-        self._lanes.to_drop.clear()
+        self._lanes.clear_memory()
         self._n["rebuilt"] += 1
-        await self._runner.run(rebuild)
+        await self._thread.rebuild()
+
+    def _start_over(self, seq: Sequence) -> None:
+        if not seq.unproven or self._cache is None:
+            return
+        for name in seq.unproven:
+            self._cache.store.quarantine(name, "a decode failed right behind it")
+        if not seq.retried and not seq.cancelled:
+            seq.retried = True
+            self._lanes.release(seq.preempt())
+            self._lanes.requeue(seq)
 
 
 def _row(share: Share, seq: Sequence) -> Row:

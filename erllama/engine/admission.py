@@ -1,20 +1,37 @@
 """Who waits, who runs, and in which lane: the slots and cells of one context.
 
-Sync and pure of I/O. Slots are handed out lowest first, because llama.cpp batches separate streams
-only where their ids are adjacent. Cells are counted by what sequences already hold or are known to
-need, plus a small reserve for decoding, never by `max_tokens`: when room runs out after all, the
-youngest sequence gives up its cells and waits again. A sequence whose reader lags for long is
-parked when somebody waits for its place, and queued again when it has been read.
+Sync and pure of I/O: decisions about memory are put into `ops` and done before the next native call.
+Slots are handed out lowest first, because llama.cpp batches separate streams only where their ids are
+adjacent. Cells are counted by what sequences already hold or are known to need, plus a small reserve for
+decoding, never by `max_tokens`, and shared ones once.
+
+Where memory allows it (`ranges`), a sequence that is over stays in its cells as a *resident* until somebody
+needs the room, and whoever comes with the same beginning shares it: with residents and with sequences
+that still run. When room runs out, residents go first, the longest unused one before others; then the
+youngest running sequence gives up its slot and waits again: it is saved and leaves a resident like everybody
+else, which goes when the save is done. A sequence whose reader lags for seconds is parked when somebody waits
+for its place, and queued again when it has been read.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import Counter, deque
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from .cells import Cells, n_distinct
+from .memory_ops import Cut, MemoryOp, Share
+from .node_path import NodePath
+from .resident import Resident, n_common
+from .state import Phase
+
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from erllama.backend import BackendFacts
 
     from .pace import Pace
@@ -26,70 +43,239 @@ DECODE_RESERVE = 32  # cells kept for each running sequence to grow into
 
 
 class Lanes:
-    """The waiting queue and the running sequences."""
+    """The waiting queue, the running sequences and the residents."""
 
-    def __init__(self, facts: BackendFacts) -> None:
+    def __init__(self, facts: BackendFacts, save: Callable[[Sequence], None] = lambda _: None) -> None:
+        self._save = save  # plans to save what a sequence has computed, before it gives way
         self._n_cells = None if facts.streams_separate else facts.n_cells
-        self._free = list(range(facts.n_slots))
-        heapq.heapify(self._free)
+        self._ranges = facts.ranges
+        self._empty = list(range(facts.n_slots))
         self.n_slots = facts.n_slots
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
         self.parked: list[Sequence] = []
-        self.to_drop: list[int] = []  # lanes whose memory is stale; cleared before the next step
+        self.residents: dict[int, Resident] = {}
+        self.generation: Counter[int] = Counter()  # of a slot: changes when what it holds is given up
+        self.reading: Counter[int] = Counter()  # saves that still have to read a slot
+        self._n_reserved = 0  # cells that calls in flight are about to fill
+        self._left: list[Resident] = []  # residents that ran a moment ago
+        self._ops: list[MemoryOp] = []
+        self._alike: dict[tuple[int, int], int] = {}  # common beginnings of running sequences, by arrival
         self._crowded = False  # somebody gave way: who came back at once would be sent away again, for ever
 
     def __repr__(self) -> str:
         return f"<Lanes {len(self.running)}/{self.n_slots} running, {len(self.waiting)} waiting>"
 
+    def take_ops(self) -> list[MemoryOp]:
+        """What is to be done to memory before anything else; the caller does it."""
+        ops, self._ops = self._ops, []
+        return ops
+
     @property
     def n_available(self) -> int:
-        """Slots nobody owns."""
-        return len(self._free)
+        """Slots no request owns."""
+        return self.n_slots - len(self.running)
 
     @property
     def n_free_cells(self) -> int | None:
-        """Cells nobody holds; None where every sequence has its own."""
+        """Cells nobody holds or is about to fill; None where every sequence has its own."""
         if self._n_cells is None:
             return None
-        return self._n_cells - sum(s.n_kv for s in self.running.values())
+        return self._n_cells - self._n_reserved - n_distinct(holder.cells for holder in self._holders())
+
+    @contextmanager
+    def reserving(self, n: int) -> Iterator[None]:
+        """Count `n` cells as taken while a call that fills them is in flight."""
+        self._n_reserved += n
+        try:
+            yield
+        finally:
+            self._n_reserved -= n
+
+    def _holders(self) -> list[Resident | Sequence]:
+        return [*self.residents.values(), *self.running.values()]
+
+    # --- admission ---
 
     def can_admit(self, seq: Sequence) -> bool:
-        """Whether `seq` could run now."""
-        if not self._free or self._crowded:
+        """Whether `seq` could run now; residents are not in its way."""
+        if not self.n_available or self._crowded:
             return False
         if self._n_cells is None or not self.running:
             return True
-        return sum(map(_need, self.running.values())) + _need(seq) <= self._n_cells
+        held = n_distinct(s.cells for s in self.running.values())
+        growth = sum(_need(s) - s.n_kv for s in self.running.values())
+        lacking = held + growth + _need(seq) - self._n_cells
+        return lacking <= 0 or lacking <= max(self._n_shared(seq, s) for s in self.running.values())
 
     def can_admit_behind(self, seq: Sequence) -> bool:
         """Whether `seq` could run now, together with everybody who waits before it."""
-        if len(self.waiting) >= len(self._free) or self._crowded:
+        if len(self.waiting) >= self.n_available or self._crowded:
             return False
         if self._n_cells is None or not (self.running or self.waiting):
             return True
         known = (*self.running.values(), *self.waiting, seq)
-        return sum(map(_need, known)) <= self._n_cells
+        return sum(map(_need, known)) <= self._n_cells or (not self.waiting and self.can_admit(seq))
 
     def admit_next(self, now: float) -> Sequence | None:
         """Give the head of the queue a slot if it fits; strictly first come, first served."""
         if not self.waiting or not self.can_admit(self.waiting[0]):
             return None
-        seq = self.waiting.popleft()
-        slot = heapq.heappop(self._free)
+        seq = self.waiting[0]
+        source, n = self._best_source(seq)
+        slot = self._take_slot(source)
+        if slot is None:
+            return None  # every free slot is still being saved
+        self.waiting.popleft()
+        shared, path = Cells(), NodePath()
+        if source is not None:
+            shared.adopt(source.cells, n)
+            path = source.path.up_to(n)
+            self._ops.append(Cut(slot, n) if slot == source.slot else Share(source.slot, slot, 0, n))
+        if slot in self.residents:
+            del self.residents[slot]
+            self.generation[slot] += 1
         self.running[slot] = seq
-        seq.admit(slot, now)
+        seq.admit(slot, now, shared, path)
+        if source is not None:
+            seq.unproven |= source.unproven
         return seq
 
-    def release(self, slot: int | None) -> None:
-        """A lane was given up; its memory is dropped before it is used again."""
-        if slot is not None:
-            self._crowded = False
-            del self.running[slot]
-            heapq.heappush(self._free, slot)
-            self.to_drop.append(slot)
+    def _best_source(self, seq: Sequence) -> tuple[Resident | Sequence | None, int]:
+        """Who holds the longest beginning of `seq`, and how much of it; its last token is always computed."""
+        best: tuple[Resident | Sequence | None, int] = (None, 0)
+        for holder in self._holders():
+            n = self._n_shared(seq, holder)
+            if n > best[1]:
+                best = holder, n
+        return best
 
-    def preempt_youngest(self) -> Sequence | None:
+    def share_running(self, now: float) -> set[Sequence]:
+        """Give sequences what older ones with the same beginning have computed; who had better wait for more.
+
+        A prompt is computed by the oldest sequence that has it; the others take it as it comes. Should that
+        one leave, the next oldest goes on from where it was.
+        """
+        waiting: set[Sequence] = set()
+        filling = [s for s in self.running.values() if s.phase is Phase.PREFILL]
+        self._take_over(filling, now)
+        for seq in sorted(filling, key=lambda s: s.arrival):
+            leader, n = self._leader(seq)
+            if leader is None:
+                continue
+            if (end := min(n, leader.n_kv)) > seq.n_kv:
+                self._share(leader, seq, end, now)
+            if n > seq.n_kv and seq.phase is Phase.PREFILL and _leads(leader, seq):
+                waiting.add(seq)
+        return waiting
+
+    def _take_over(self, filling: list[Sequence], now: float) -> None:
+        """What a leader computed in its last step is left to those who followed it."""
+        self._left = [r for r in self._left if self.residents.get(r.slot) is r]
+        for seq in filling:
+            for resident in self._left:
+                if (n := self._n_shared(seq, resident)) > seq.n_kv:
+                    self._share(resident, seq, n, now)
+        if all(s.phase is not Phase.RESTORE for s in self.running.values()):
+            self._left.clear()
+
+    def _share(self, source: Resident | Sequence, seq: Sequence, end: int, now: float) -> None:
+        self._ops.append(Share(source.slot, seq.slot, seq.n_kv, end))
+        seq.share(source, end, now)
+
+    def n_led(self, seq: Sequence) -> int:
+        """How much of `seq` an older running sequence has or will have."""
+        return self._leader(seq)[1]
+
+    def _leader(self, seq: Sequence) -> tuple[Sequence | None, int]:
+        """The older running sequence that shares more of `seq` than it has itself, and how much."""
+        best: tuple[Sequence | None, int] = (None, seq.n_kv)
+        if seq.options.cache == "off":
+            return best
+        for other in self.running.values():
+            if other.arrival > seq.arrival or other is seq or (n := self._n_alike(seq, other)) <= best[1]:
+                continue
+            if other.n_kv > seq.n_kv or _leads(other, seq):
+                best = other, n
+        return best
+
+    def _n_alike(self, seq: Sequence, other: Sequence) -> int:
+        """Common beginning of two prompts, whether computed yet or not."""
+        if not self._ranges or other.options.cache == "off":
+            return 0
+        pair = seq.arrival, other.arrival
+        if pair not in self._alike:
+            self._alike[pair] = n_common(seq.ledger[: seq.n_tokens - 1], np.asarray(other.ledger, np.int32))
+        return self._alike[pair]
+
+    def _n_shared(self, seq: Sequence, holder: Resident | Sequence) -> int:
+        if not self._ranges or seq.options.cache == "off" or not holder.shareable:
+            return 0
+        n = min(holder.n_kv, seq.n_tokens - 1)
+        return n_common(seq.ledger[:n], np.asarray(holder.ledger[:n], np.int32))
+
+    def _take_slot(self, source: Resident | Sequence | None) -> int | None:
+        """An empty slot, else the longest unused resident's, the source's own only as the last."""
+        if self._empty:
+            return heapq.heappop(self._empty)
+        free = [r for r in self.residents.values() if not self.reading[r.slot]]
+        others = [r for r in free if r is not source]
+        if others:
+            victim = min(others, key=lambda r: r.last_used)
+            self._forget(victim)
+            return heapq.heappop(self._empty)
+        return source.slot if source in free and source is not None else None
+
+    # --- giving up ---
+
+    def release(self, slot: int | None, resident: Resident | None = None) -> None:
+        """A lane was given up. What `resident` describes stays in its cells; without it they are freed.
+
+        A call in flight may still add to the slot (an import; a step that is aborted): that is cut off.
+        """
+        if slot is None:
+            return
+        self._crowded = False
+        gone = self.running.pop(slot).arrival
+        self._alike = {pair: n for pair, n in self._alike.items() if gone not in pair}
+        if resident is not None and self._ranges and resident.n_kv:
+            self.residents[slot] = resident
+            self._left.append(resident)
+            self._ops.append(Cut(slot, resident.n_kv))
+        else:
+            self._vacate(slot)
+
+    def _forget(self, resident: Resident) -> None:
+        del self.residents[resident.slot]
+        self._vacate(resident.slot)
+
+    def _vacate(self, slot: int) -> None:
+        self.generation[slot] += 1
+        heapq.heappush(self._empty, slot)
+        self._ops.append(Cut(slot, 0))
+
+    def reclaim(self, n_wanted: int) -> None:
+        """Free cells of residents until `n_wanted` are free, longest unused first."""
+        while (free := self.n_free_cells) is not None and free < n_wanted:
+            if not self.drop_resident():
+                return
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether cells will be free as soon as residents are saved."""
+        return any(self.reading[slot] for slot in self.residents)
+
+    def drop_resident(self, *, unsaved: bool = False) -> bool:
+        """Free the cells of the longest unused resident; False if there is none.
+
+        One that is still being saved stays, unless `unsaved`.
+        """
+        idle = [r for r in self.residents.values() if unsaved or not self.reading[r.slot]]
+        if idle:
+            self._forget(min(idle, key=lambda r: r.last_used))
+        return bool(idle)
+
+    def preempt_youngest(self, now: float) -> Sequence | None:
         """Send the youngest running sequence back to the head of the queue; None if only one runs.
 
         One whose reader does not keep up goes first: its cells serve nobody's progress.
@@ -97,10 +283,22 @@ class Lanes:
         if len(self.running) < 2:
             return None
         seq = max(self.running.values(), key=lambda s: (not s.buffer.has_room, s.arrival))
-        self.release(seq.preempt())
+        self._set_aside(seq, now)
         self._crowded = True
-        self.waiting.appendleft(seq)
+        self.requeue(seq)
         return seq
+
+    def _set_aside(self, seq: Sequence, now: float) -> None:
+        """It gives its slot up; what it has computed is saved, and stays until its cells are needed."""
+        resident = None
+        if seq.options.cache == "on":
+            self._save(seq)
+            resident = Resident.of(seq, now)
+        self.release(seq.preempt(), resident)
+
+    def requeue(self, seq: Sequence) -> None:
+        """Wait again, before everybody who came later."""
+        self.waiting = deque(sorted([*self.waiting, seq], key=lambda s: s.arrival))
 
     def park_lagging(self, now: float, pace: Pace) -> Sequence | None:
         """If the head of the queue waits for a place, take it from a reader that has lagged too long."""
@@ -108,7 +306,7 @@ class Lanes:
         if found is None or found[0] > 0:
             return None
         seq = found[1]
-        self.release(seq.preempt())
+        self._set_aside(seq, now)
         self.parked.append(seq)
         return seq
 
@@ -142,8 +340,7 @@ class Lanes:
         """Queue parked sequences whose readers caught up, before everybody who came later."""
         for seq in [s for s in self.parked if not s.buffer.is_lagging]:
             self.parked.remove(seq)
-            self.waiting.append(seq)
-            self.waiting = deque(sorted(self.waiting, key=lambda s: s.arrival))
+            self.requeue(seq)
 
     def idle(self) -> list[Sequence]:
         """Everybody who does not run."""
@@ -152,6 +349,19 @@ class Lanes:
     def withdraw(self, seq: Sequence) -> None:
         """Take a sequence that does not run out of wherever it waits."""
         (self.parked if seq in self.parked else self.waiting).remove(seq)
+
+    def clear_memory(self) -> None:
+        """The context was rebuilt: nothing is in memory any more."""
+        for resident in list(self.residents.values()):
+            self._forget(resident)
+        self._ops.clear()
+
+
+def _leads(leader: Sequence, seq: Sequence) -> bool:
+    """Whether `leader` is on its way to have more than `seq`: nobody waits for one whose reader lags."""
+    if leader.phase is Phase.PREFILL:
+        return leader.buffer.has_room and leader.n_kv >= seq.n_kv
+    return leader.phase is Phase.RESTORE
 
 
 def _need(seq: Sequence) -> int:

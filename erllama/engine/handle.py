@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from erllama.backend import Backend, BackendFacts
     from erllama.options import ContextOptions
 
+    from .cache_link import CacheLink
+
 Progress = Callable[[float], None]
 PROGRESS_INTERVAL_S = 0.1
 
@@ -31,16 +33,24 @@ class Handle:
     """A loaded model."""
 
     def __init__(
-        self, model_id: str, backend: Backend, facts: BackendFacts, options: ContextOptions, runner: Runner
+        self,
+        model_id: str,
+        backend: Backend,
+        facts: BackendFacts,
+        options: ContextOptions,
+        runner: Runner,
+        cache: CacheLink | None = None,
+        flush_s: float = 30.0,
     ) -> None:
         self.model_id = model_id
         self.facts = facts
         self.backend = backend
         self.loaded_at = time.monotonic()
-        self.actor = Actor(model_id, backend, facts, options, runner)
+        self.actor = Actor(model_id, backend, facts, options, runner, cache)
         self.closed = trio.Event()
         self.stopping = False  # no new requests, no reads
         self._runner = runner
+        self._flush_s = flush_s
         self._scope = trio.CancelScope()
 
     def __repr__(self) -> str:
@@ -48,7 +58,13 @@ class Handle:
 
     @classmethod
     async def open(
-        cls, model_id: str, backend: Backend, options: ContextOptions, on_progress: Progress | None
+        cls,
+        model_id: str,
+        backend: Backend,
+        options: ContextOptions,
+        on_progress: Progress | None,
+        link: Callable[[BackendFacts], CacheLink | None] = lambda _: None,
+        flush_s: float = 30.0,
     ) -> Handle:
         """Load the model. `on_progress` gets fractions from 0 to 1, in the trio thread.
 
@@ -82,16 +98,19 @@ class Handle:
                 runner.close()
             await trio.lowlevel.checkpoint_if_cancelled()  # a load that was told to stop fails as told
             raise
-        return cls(model_id, backend, facts, options, runner)
+        return cls(model_id, backend, facts, options, runner, link(facts), flush_s)
 
     async def serve(self) -> None:
         """Run the actor until `stop`, or until the surrounding nursery is cancelled."""
         try:
-            with self._scope:
-                await self.actor.run()
+            with self._scope, bare_errors():
+                async with trio.open_nursery() as nursery:
+                    await self.actor.run(nursery)
         finally:
             self.stopping = True
             try:
+                with trio.move_on_after(self._flush_s, shield=True):
+                    await self.actor.flush()
                 with trio.CancelScope(shield=True):
                     await self._runner.run(self.backend.close)
             finally:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,14 +19,17 @@ import psutil
 from erllama import llama
 from erllama.backend import BackendFacts, MemoryKind, Sampled, StepResult, StepStatus
 from erllama.errors import ErllamaError, HandleClosed, LoadCancelled, NotSupported
+from erllama.kvcache.key import control_piece
+from erllama.llama.variant import cache_dir
 from erllama.types import TokenLogprob
 
+from .fingerprint import file_sha256, shape_hash
 from .governor import ThreadGovernor
 from .permit import PROCESS_PERMIT
 from .sampling import DEFAULTS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from erllama.backend import SamplingParams, Step
     from erllama.options import ContextOptions, ModelOptions
@@ -107,8 +111,29 @@ class LlamaBackend:
             streams_separate=not self._options.kv_unified,
             quant_tag=model.facts.ftype,
             memory_bytes=model.facts.size_bytes + use.kv_bytes + use.compute_bytes,
+            shape_hash=self._shape_hash(),
+            ranges=self._kind is MemoryKind.DENSE and self._options.kv_unified,
             sampling_defaults=_sampling_defaults(model.facts.sampling),
             details=self._details(),
+        )
+
+    def _shape_hash(self) -> bytes:
+        """Everything that decides whether saved KV may be restored here."""
+        facts, build, options = self._live_model().facts, llama.build_info(), self._options
+        return shape_hash(
+            {
+                "model": file_sha256(self._path, cache_dir() / "fingerprints"),
+                "architecture": facts.architecture,
+                "type_k": options.type_k,
+                "type_v": options.type_v,
+                "flash_attn": options.flash_attn,
+                "unified": options.kv_unified,
+                # LongRoPE chooses its factors by the context length (llama.cpp: get_rope_factors).
+                "n_ctx": self._live_context().n_ctx_seq
+                if facts.metadata.get(f"{facts.architecture}.rope.scaling.type") == "longrope"
+                else None,
+                "build": build.stamp,
+            }
         )
 
     def _details(self) -> dict[str, Any]:
@@ -250,6 +275,49 @@ class LlamaBackend:
             return False
         return memory.rm(slot, n_keep, -1) and memory.pos_max(slot) == n_keep - 1
 
+    @property
+    def _scratch(self) -> int:
+        """The sequence through which ranges are exported and imported; users never see it."""
+        return self._options.n_seq_max
+
+    def share(self, src: int, dst: int, start: int, end: int) -> None:
+        """Ranged `seq_cp`: metadata only."""
+        self._live_context().memory.cp(src, dst, start, end)
+
+    def export_bytes(self, slot: int, start: int, end: int) -> int:
+        """Size of the range's state."""
+        context = self._live_context()
+        with self._on_scratch(slot, start, end):
+            return context.state_size(self._scratch)
+
+    def export(self, slot: int, start: int, end: int, into: memoryview) -> int:
+        """Serialise the range through the scratch sequence, so equal KV gives equal bytes."""
+        context = self._live_context()
+        with self._on_scratch(slot, start, end):
+            return context.state_get(self._scratch, into)
+
+    @contextmanager
+    def _on_scratch(self, slot: int, start: int, end: int) -> Iterator[None]:
+        memory = self._live_context().memory
+        memory.cp(slot, self._scratch, start, end)
+        try:
+            yield
+        finally:
+            memory.rm(self._scratch)
+
+    def import_(self, slot: int, block: tuple[int, int], wanted: tuple[int, int], data: memoryview) -> bool:
+        """Restore into the scratch sequence, check what arrived, then let the slot hold what it wants."""
+        context, memory = self._live_context(), self._live_context().memory
+        try:
+            if context.state_set(self._scratch, data) != len(data):
+                return False
+            if (memory.pos_min(self._scratch), memory.pos_max(self._scratch)) != (block[0], block[1] - 1):
+                return False
+            memory.cp(self._scratch, slot, *wanted)
+            return True
+        finally:
+            memory.rm(self._scratch)
+
     # --- vocabulary and samplers: any thread ---
 
     def new_sampler(self, params: SamplingParams) -> LlamaSampler:
@@ -279,6 +347,11 @@ class LlamaBackend:
     def piece(self, token: int) -> bytes:
         """The bytes a token shows."""
         return self._live_model().vocab.piece(token)
+
+    def key_pieces(self, tokens: Sequence[int]) -> list[bytes]:
+        """Text of ordinary tokens, id of control tokens."""
+        vocab = self._live_model().vocab
+        return [control_piece(t) if vocab.is_control(t) else vocab.piece(t) for t in tokens]
 
     def longest_piece(self) -> int:
         """Found once, by looking at every token: tens of milliseconds."""

@@ -53,9 +53,13 @@ class ThreadRunner:
         token = trio.lowlevel.current_trio_token()
         task = trio.lowlevel.current_task()
         cancelled = False
+        pending = [(fn, args)]
 
         def call() -> None:
-            result = outcome.capture(fn, *args)
+            made, given = pending.pop()
+            result = outcome.capture(made, *given)
+            # The caller may release buffers as soon as it is told: nothing here may look at them any more.
+            del made, given
             token.run_sync_soon(trio.lowlevel.reschedule, task, outcome.Value(result))
 
         def abort_fn(_: Any) -> trio.lowlevel.Abort:
@@ -83,13 +87,18 @@ class InlineRunner:
 
     def __init__(self, delay_s: Callable[[], float] = lambda: 0.0) -> None:
         self._delay_s = delay_s
+        self._turn = trio.Lock()  # fair: calls of several tasks keep their order
 
     async def run(self, fn: Callable[..., T], *args: Any, on_cancel: Callable[[], None] | None = None) -> T:
         """See `Runner.run`. The delay passes before `fn` and cannot be cancelled, like a native call."""
         await trio.lowlevel.checkpoint_if_cancelled()
         with trio.CancelScope(shield=True):
+            await self._turn.acquire()
             await trio.sleep(self._delay_s())
-        return fn(*args)
+        try:
+            return fn(*args)
+        finally:
+            self._turn.release()
 
     def close(self) -> None:
         """Nothing to end."""

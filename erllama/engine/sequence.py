@@ -2,7 +2,7 @@
 
 Invariants, asserted by `check` after every step:
   0 <= n_kv <= len(ledger), and len(ledger) - n_kv == 1 while decoding;
-  a slot is owned exactly in PREFILL and DECODE.
+  a slot is owned exactly in RESTORE, PREFILL and DECODE.
 The ledger is the prompt followed by every sampled token; its last token is *pending*: known, but not
 yet in memory.
 """
@@ -15,8 +15,22 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from erllama.types import Completion, Done, Event, FinishReason, Request, Stats, Token, TokenId, TokenLogprob
+from erllama.types import (
+    CacheDelta,
+    Completion,
+    Done,
+    Event,
+    FinishReason,
+    HitKind,
+    Request,
+    Stats,
+    Token,
+    TokenId,
+    TokenLogprob,
+)
 
+from .cells import Cells
+from .node_path import NodePath
 from .state import Happening, Lifecycle, Phase
 from .text import TextAssembler
 
@@ -26,6 +40,7 @@ if TYPE_CHECKING:
     from erllama.backend import Sampled, Sampler
     from erllama.options import GenerationOptions
 
+    from .resident import Resident
     from .stream import EventBuffer
 
 
@@ -35,6 +50,7 @@ class Timeline:
 
     submitted: float
     admitted: float | None = None
+    restored: float | None = None
     prefilled: float | None = None
     first_token: float | None = None
     finished: float | None = None
@@ -62,7 +78,16 @@ class Sequence:
         self.buffer = buffer
         self.ledger = list(prompt)
         self.n_prompt = len(prompt)
-        self.n_kv = 0
+        self.cells = Cells()
+        self.path = NodePath()  # stored nodes that hold what is in memory
+        self.n_cached = 0  # prompt tokens that were not computed for this request
+        self.source: str | None = None  # where they came from: "live", or a tier's name
+        self.n_stored = 0  # tokens this request added to the store
+        self.unproven: set[bytes] = set()  # restored nodes that no step has gone on from yet
+        self.n_admitted = 0  # which of its stays in a slot this is
+        self.has_computed = False  # in this stay: otherwise everything it has is kept elsewhere
+        self.saves_refused = False  # the store did not keep a node: what follows waits for the end
+        self.retried = False
         self._slot: int | None = None
         self.times = Timeline(now)
         self.cancelled = False
@@ -89,6 +114,16 @@ class Sequence:
     def has_slot(self) -> bool:
         """Whether it owns a lane."""
         return self._slot is not None
+
+    @property
+    def n_kv(self) -> int:
+        """Tokens in memory."""
+        return self.cells.n
+
+    @property
+    def shareable(self) -> bool:
+        """Others may hold what it holds."""
+        return self.options.cache != "off"
 
     @property
     def n_tokens(self) -> int:
@@ -119,16 +154,48 @@ class Sequence:
         """Assert the invariants above."""
         assert 0 <= self.n_kv <= len(self.ledger), self
         assert self.phase is not Phase.DECODE or len(self.ledger) - self.n_kv == 1, self
-        assert self.has_slot == (self.phase in (Phase.PREFILL, Phase.DECODE)), self
+        assert self.has_slot == (self.phase in (Phase.RESTORE, Phase.PREFILL, Phase.DECODE)), self
 
     # --- transitions ---
 
-    def admit(self, slot: int, now: float) -> None:
-        """It gets a lane whose memory is empty."""
-        self._slot, self.n_kv = slot, 0
+    def admit(self, slot: int, now: float, shared: Cells | None = None, path: NodePath | None = None) -> None:
+        """It gets a lane whose memory holds `shared`, a beginning of its tokens, and nothing else."""
+        self._slot, self.cells, self.path = slot, shared or Cells(), path or NodePath()
+        self.unproven, self.has_computed = set(), False
+        self.n_admitted += 1
         self._life.fire(Happening.ADMITTED)
         if self.times.admitted is None:
             self.times.admitted = now
+            self._reused(self.n_kv, "live")
+
+    def restored_to(self, n_kv: int, source: str) -> None:
+        """Its memory was extended from the store."""
+        n_new = n_kv - self.n_kv
+        self.cells.grow_to(n_kv)
+        if self.times.restored is None and n_new:
+            self._reused(n_kv, source)
+
+    def _reused(self, n: int, source: str) -> None:
+        self.n_cached = min(n, self.n_prompt)
+        if n:
+            self.source = source
+
+    def share(self, other: Sequence | Resident, n_kv: int, now: float) -> None:
+        """It holds what `other` computed, up to `n_kv`."""
+        if self.n_kv == self.n_cached:  # it has computed nothing itself yet
+            self._reused(n_kv, "live")
+        self.cells.adopt(other.cells, n_kv)
+        self.unproven |= other.unproven
+        for name, end in other.path.up_to(n_kv).nodes:
+            if end > self.path.end:
+                self.path.add(name, end)
+        self._note_prefill(now)
+
+    def restored(self, now: float) -> None:
+        """Whatever could be reused is there; the rest is computed."""
+        self._life.fire(Happening.RESTORED)
+        if self.times.restored is None:
+            self.times.restored = now
         self._note_prefill(now)
 
     def preempt(self) -> int:
@@ -139,13 +206,17 @@ class Sequence:
     def rewind(self, n_kv: int) -> None:
         """Memory beyond `n_kv` was lost; the last known token always remains to be computed."""
         assert n_kv < len(self.ledger)
-        self.n_kv = n_kv
+        self.cells.cut_to(n_kv)
+        self.cells.grow_to(n_kv)  # an aborted step may have left more than was known
+        self.path.cut_to(n_kv)
         if len(self.ledger) - n_kv > 1 or self.phase is Phase.PREFILL:
             self._life.fire(Happening.REWOUND)
 
     def computed(self, n_kv: int, now: float) -> None:
         """The model has seen the tokens before `n_kv`."""
-        self.n_kv = n_kv
+        self.cells.grow_to(n_kv)
+        self.has_computed = True
+        self.unproven = set()
         self._note_prefill(now)
 
     def _note_prefill(self, now: float) -> None:
@@ -156,7 +227,7 @@ class Sequence:
 
     def _leave_slot(self) -> int:
         slot = self.slot
-        self._slot, self.n_kv = None, 0
+        self._slot, self.cells, self.path = None, Cells(), NodePath()
         return slot
 
     # --- output ---
@@ -213,20 +284,32 @@ class Sequence:
             seed=self.seed,
             stop_sequence=self._text.stop_sequence,
             logprobs=self._logprobs,
+            finish_key=self.path.tip,
+            cache_hit_kind=self._hit_kind(),
+            cache_source=self.source,
+            cache_delta=CacheDelta(read=self.n_cached, created=self.n_stored),
             stats=self._stats(),
         )
+
+    def _hit_kind(self) -> HitKind:
+        if not self.n_cached:
+            return "cold"
+        return "exact" if self.n_cached >= self.n_prompt - 1 else "partial"
 
     def _stats(self) -> Stats:
         t = self.times
         end = t.finished if t.finished is not None else t.submitted
         admitted = t.admitted if t.admitted is not None else end
+        restored = t.restored if t.restored is not None else end
         prefilled = t.prefilled if t.prefilled is not None else end
         first = t.first_token if t.first_token is not None else end
         return Stats(
             n_prompt=self.n_prompt,
+            n_cached=self.n_cached,
             n_generated=self.n_generated,
             queue_s=admitted - t.submitted,
-            prefill_s=prefilled - admitted,
+            restore_s=restored - admitted,
+            prefill_s=prefilled - restored,
             first_token_s=first - t.submitted,
             decode_s=end - prefilled,
         )

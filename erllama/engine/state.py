@@ -1,11 +1,11 @@
 """The life of a sequence, as one table.
 
-    QUEUED ──admitted──> PREFILL ──prefilled──> DECODE ──finished──> FINISHED
-       ^                  ^   └──preempted─┐   │  │                     ^
-       │                  └────rewound─────┼───┘  │                     │
-       └───────────────────────────────────┴──────┘      any ─finished──┘
+    QUEUED ──admitted──> RESTORE ──restored──> PREFILL ──prefilled──> DECODE ──finished──> FINISHED
+       ^                    │                  ^  └─preempted─┐  │  │                         ^
+       │                    │                  └───rewound────┼──┘  │                         │
+       └────────────────────┴─────────────────────────────────┴─────┘      any ──finished─────┘
 
-Rule 1: `Lifecycle.fire` is the only writer of a phase. Rule 2: only PREFILL and DECODE own a slot.
+Rule 1: `Lifecycle.fire` is the only writer of a phase. Rule 2: only RESTORE, PREFILL and DECODE own a slot.
 A queued sequence may already hold generated tokens: it was preempted, and its stream pauses.
 """
 
@@ -18,6 +18,7 @@ class Phase(enum.Enum):
     """Where a sequence is."""
 
     QUEUED = "queued"
+    RESTORE = "restore"
     PREFILL = "prefill"
     DECODE = "decode"
     FINISHED = "finished"
@@ -27,6 +28,7 @@ class Happening(enum.Enum):
     """What moves a sequence on."""
 
     ADMITTED = "admitted"  # it got a slot
+    RESTORED = "restored"  # whatever could be reused is in its memory; nothing, often
     PREFILLED = "prefilled"  # all but its last token are in memory
     REWOUND = "rewound"  # memory was lost; what is gone is computed again
     PREEMPTED = "preempted"  # its cells were needed; it waits for a slot again
@@ -34,7 +36,12 @@ class Happening(enum.Enum):
 
 
 TRANSITIONS: dict[Phase, dict[Happening, Phase]] = {
-    Phase.QUEUED: {Happening.ADMITTED: Phase.PREFILL, Happening.FINISHED: Phase.FINISHED},
+    Phase.QUEUED: {Happening.ADMITTED: Phase.RESTORE, Happening.FINISHED: Phase.FINISHED},
+    Phase.RESTORE: {
+        Happening.RESTORED: Phase.PREFILL,
+        Happening.PREEMPTED: Phase.QUEUED,
+        Happening.FINISHED: Phase.FINISHED,
+    },
     Phase.PREFILL: {
         Happening.PREFILLED: Phase.DECODE,
         Happening.REWOUND: Phase.PREFILL,

@@ -35,16 +35,16 @@ class SavePolicy:
     `pin_fraction`: at most this much of a tier may be pinned.
     """
 
-    min_tokens: int | float = option(512, _gate)
-    cold_min_tokens: int | float = option(512, _gate)
-    cold_max_tokens: int | float = option(30_000, _gate)
-    continued_interval: int = option(2048, integer(1))
-    block_tokens: int = option(256, integer(1, 2**16))
-    session_resume_wait_s: float = option(0.5, number(0))
-    match_bytes: bool = option(True, boolean)
-    second_sighting: bool = option(False, boolean)
-    ttl_s: float | None = option(None, optional(number(0, above_low=True)))
-    pin_fraction: float = option(0.25, number(0, 1))
+    min_tokens: int | float = option(default=512, check=_gate)
+    cold_min_tokens: int | float = option(default=512, check=_gate)
+    cold_max_tokens: int | float = option(default=30_000, check=_gate)
+    continued_interval: int = option(default=2048, check=integer(1))
+    block_tokens: int = option(default=256, check=integer(1, 2**16))
+    session_resume_wait_s: float = option(default=0.5, check=number(0))
+    match_bytes: bool = option(default=True, check=boolean)
+    second_sighting: bool = option(default=False, check=boolean)
+    ttl_s: float | None = option(default=None, check=optional(number(0, above_low=True)))
+    pin_fraction: float = option(default=0.25, check=number(0, 1))
 
     def gate(self, reason: SaveReason, n_tokens: int, *, whole: bool = False) -> Refusal | None:
         """Whether a history of `n_tokens` may be saved for `reason`; `whole`: its state cannot be cut."""

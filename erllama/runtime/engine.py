@@ -11,17 +11,24 @@ from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
 import trio
 
-from erllama.engine.bare import bare_errors
+from erllama.engine.cache_link import CacheLink
 from erllama.engine.handle import Handle
 from erllama.errors import AlreadyLoaded, HandleClosed, InvalidConfig, InvalidOption, MissingConfig, NotLoaded
+from erllama.kvcache.key import Identity
+from erllama.kvcache.policy import SavePolicy
+from erllama.kvcache.store import StoreOptions, open_store
+from erllama.kvcache.tiers import RAM_TIER, RamTier
 from erllama.options import ContextOptions, EngineConfig, ModelOptions
 
+from .cache import Cache
 from .model import Model
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
 
-    from erllama.backend import Backend
+    from erllama.backend import Backend, BackendFacts
+    from erllama.kvcache.store import KvStore
+    from erllama.kvcache.tiers import DiskTier, RamFileTier
     from erllama.types import Request
 
     from .info import ModelInfo, RequestInfo
@@ -33,13 +40,18 @@ class EngineOverrides(TypedDict, total=False):
     """See `erllama.options.EngineConfig`."""
 
     stream_buffer_events: int
+    tiers: Sequence[DiskTier | RamFileTier]
+    ram_max_bytes: int
+    writer_max_concurrent: int
+    evict_save_timeout_s: float
 
 
 class Engine:
     """Models by id. Made by `open_engine`, which owns its tasks."""
 
-    def __init__(self, config: EngineConfig, nursery: trio.Nursery) -> None:
+    def __init__(self, config: EngineConfig, nursery: trio.Nursery, store: KvStore) -> None:
         self.config = config
+        self.cache = Cache(store, lambda: [m.handle.actor for m in self._models.values()])
         self._nursery = nursery
         self._models: dict[str, Model] = {}
         self._loading: set[str] = set()
@@ -56,10 +68,14 @@ class Engine:
         model_id: str | None = None,
         model: ModelOptions | None = None,
         context: ContextOptions | None = None,
+        policy: SavePolicy | None = None,
+        tier: str = RAM_TIER,
         backend: Literal["llama"] | Backend = "llama",
         progress: Callable[[float], None] | None = None,
     ) -> Model:
         """Load a GGUF file and start serving it.
+
+        `tier` names where its KV is kept, `policy` says what of it.
 
         `progress` gets fractions from 0 to 1 in the trio thread. `backend` may be an object of one's own
         that implements `erllama.backend.Backend`; it needs no path.
@@ -81,10 +97,18 @@ class Engine:
                 )
         asked = context or ContextOptions()
         context_options = asked.resolved()
+        self._check_tier(tier)
         made, file = _make_backend(path, backend, model or ModelOptions(), asked)
         model_id = self._claim_id(model_id, file)
         try:
-            handle = await Handle.open(model_id, made, context_options, progress)
+            handle = await Handle.open(
+                model_id,
+                made,
+                context_options,
+                progress,
+                lambda facts: self._link(made, facts, policy or SavePolicy(), tier),
+                self.config.evict_save_timeout_s,
+            )
             if self._closed:  # meanwhile
                 handle.stop()
                 await handle.serve()
@@ -95,6 +119,22 @@ class Engine:
         finally:
             self._loading.discard(model_id)
         return loaded
+
+    def _check_tier(self, tier: str) -> None:
+        known = [t.name for t in self.cache.list_tiers()]
+        if tier not in known:
+            raise InvalidConfig(
+                f"no tier {tier!r}; there are {', '.join(known)}", detail={"key": "tier", "value": tier}
+            )
+
+    def _link(self, backend: Backend, facts: BackendFacts, policy: SavePolicy, tier: str) -> CacheLink | None:
+        if facts.shape_hash is None:
+            return None
+        pieces: Callable[[Sequence[int]], list[bytes]] = getattr(
+            backend, "key_pieces", lambda tokens: [b""] * len(tokens)
+        )
+        identity = Identity(shape_hash=facts.shape_hash, n_ctx=facts.n_ctx)
+        return CacheLink(store=self.cache.store, identity=identity, policy=policy, tier=tier, pieces=pieces)
 
     def _claim_id(self, model_id: str | None, file: str | None) -> str:
         if model_id is None:
@@ -168,13 +208,29 @@ async def open_engine(
         config = EngineConfig(**overrides)
     elif overrides:
         config = EngineConfig(**{**vars(config), **overrides})
-    with bare_errors():  # model tasks never raise, so what comes out is the caller's own
-        async with trio.open_nursery() as nursery:
-            engine = Engine(config, nursery)
+    options = StoreOptions(
+        ram=RamTier(max_bytes=config.ram_max_bytes),
+        tiers=config.tiers,
+        writer_max_concurrent=config.writer_max_concurrent,
+        shutdown_s=config.evict_save_timeout_s,
+    )
+    error: BaseException | None = None
+    try:
+        async with open_store(options) as store, trio.open_nursery() as nursery:
+            engine = Engine(config, nursery, store)
             try:
                 yield engine
+            except trio.Cancelled:
+                raise
+            except BaseException as raised:  # raised again below, as itself and not in groups of one
+                error = raised
             finally:
                 engine.close_nowait()
+    except BaseException:
+        if error is None:
+            raise  # cancelled: neither model nor store tasks raise anything else
+    if error is not None:
+        raise error
 
 
 def _make_backend(

@@ -24,4 +24,5 @@ class Generation(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     logprobs: int | None
     on_full: Literal["block", "error"]
+    cache: Literal["on", "read", "off"]
     session_id: Hashable

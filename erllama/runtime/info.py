@@ -39,7 +39,7 @@ class RequestInfo:
 
     id: int
     model_id: str
-    phase: Literal["queued", "prefill", "decode", "finished"]
+    phase: Literal["queued", "restore", "prefill", "decode", "finished"]
     n_prompt: int
     n_generated: int
     n_kv: int

@@ -35,22 +35,22 @@ class Model:
     """
 
     def __init__(self, handle: Handle, path: str | None, buffer_events: int) -> None:
-        self._handle = handle
+        self.handle = handle  # the engine's; not for users
         self._path = path
         self._buffer_events = buffer_events
 
     def __repr__(self) -> str:
-        return repr(self._handle)
+        return repr(self.handle)
 
     @property
     def model_id(self) -> str:
         """Its name in the engine."""
-        return self._handle.model_id
+        return self.handle.model_id
 
     def _live(self) -> Handle:
-        if self._handle.stopping:
+        if self.handle.stopping:
             raise NotLoaded(f"model {self.model_id!r} was unloaded")
-        return self._handle
+        return self.handle
 
     # --- generation ---
 
@@ -219,12 +219,12 @@ class Model:
 
         Harmless when it is unloaded already. Cancellation: it is freed all the same.
         """
-        self._handle.stop()
-        await self._handle.closed.wait()
+        self.handle.stop()
+        await self.handle.closed.wait()
 
     async def wait_closed(self) -> None:
         """Until the model is unloaded, by whomever."""
-        await self._handle.closed.wait()
+        await self.handle.closed.wait()
 
 
 def _token_ids(tokens: Sequence[int]) -> list[int]:

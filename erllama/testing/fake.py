@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,10 +31,16 @@ from erllama.backend import (
 from erllama.errors import InvalidContent, InvalidGrammar
 from erllama.types import TokenLogprob
 
+_CELL = struct.Struct("<ii")  # position, token
 EOG = 256  # ends a generation
 CONTROL = 257  # shows nothing
 N_VOCAB = 258
 SPECIAL: Mapping[str, list[int]] = {"<eog>": [EOG], "<control>": [CONTROL]}
+
+
+class Cell(int):
+    """A token in memory. Equal tokens may be different cells; a shared prefix is the same ones."""
+
 
 Script = Callable[[str], Sequence[int]]
 
@@ -103,6 +110,8 @@ class FakeBackend:
             n_vocab=N_VOCAB,
             memory_kind=self.memory_kind,
             streams_separate=self.streams_separate,
+            shape_hash=b"FakeBackend",
+            ranges=self.memory_kind is MemoryKind.DENSE and not self.streams_separate,
         )
 
     def close(self) -> None:
@@ -140,6 +149,35 @@ class FakeBackend:
         for pos in [p for p in cells if p >= n_keep]:
             del cells[pos]
         return len(cells) == n_keep
+
+    # --- ranges: where memory is dense and not in separate streams ---
+
+    def share(self, src: int, dst: int, start: int, end: int) -> None:
+        """See `OptionalBackend.share`."""
+        cells, target = self.memory[src], self.memory.setdefault(dst, {})
+        assert len(target) == start, f"slot {dst} holds {len(target)}, the shared range starts at {start}"
+        target.update({pos: cells[pos] for pos in range(start, end)})
+
+    def export_bytes(self, slot: int, start: int, end: int) -> int:
+        """See `OptionalBackend.export_bytes`: two numbers of four bytes a token."""
+        return 8 * (end - start)
+
+    def export(self, slot: int, start: int, end: int, into: memoryview) -> int:
+        """See `OptionalBackend.export`."""
+        cells = self.memory[slot]
+        payload = b"".join(_CELL.pack(pos, cells[pos]) for pos in range(start, end))
+        into[: len(payload)] = payload
+        return len(payload)
+
+    def import_(self, slot: int, block: tuple[int, int], wanted: tuple[int, int], data: memoryview) -> bool:
+        """See `OptionalBackend.import_`."""
+        arrived = dict(_CELL.iter_unpack(data))
+        if list(arrived) != list(range(*block)) or len(self.memory.get(slot, {})) != wanted[0]:
+            return False
+        if self._n_used() + len(arrived) > (self.n_cells or self.n_ctx):
+            return False  # the whole block passes through a sequence of its own
+        self.memory.setdefault(slot, {}).update({pos: Cell(arrived[pos]) for pos in range(*wanted)})
+        return True
 
     # --- optional ---
 
@@ -186,6 +224,10 @@ class FakeBackend:
         """The byte itself; nothing for the control token."""
         return bytes([token]) if token < EOG else b""
 
+    def key_pieces(self, tokens: Sequence[int]) -> list[bytes]:
+        """See `OptionalBackend.key_pieces`."""
+        return [bytes([t]) if t < EOG else b"\xff" + t.to_bytes(4, "big") for t in tokens]
+
     def is_eog(self, token: int) -> bool:
         """Only EOG."""
         return token == EOG
@@ -193,7 +235,7 @@ class FakeBackend:
     # --- arithmetic ---
 
     def _n_used(self) -> int:
-        return sum(map(len, self.memory.values()))
+        return len({id(cell) for cells in self.memory.values() for cell in cells.values()})
 
     def _pass_time(self, budget_s: float | None) -> bool:
         """Wait `step_delay_s`; True if `abort` ended it."""
@@ -204,7 +246,7 @@ class FakeBackend:
         assert len(cells) == row.pos, (
             f"slot {row.slot} holds {len(cells)} tokens, the row starts at {row.pos}"
         )
-        cells.update(zip(range(row.pos, row.pos + len(row.tokens)), row.tokens, strict=True))
+        cells.update((pos, Cell(token)) for pos, token in enumerate(row.tokens, row.pos))
 
     def _draw(self, row: Row) -> Sampled:
         sampler = row.sampler

@@ -40,6 +40,7 @@ def decoding(**generation: object) -> Sequence:
     """A sequence whose prompt is in memory but for its last token."""
     seq = make(**generation)
     seq.admit(0, 11.0)
+    seq.restored(11.0)
     seq.computed(2, 13.0)
     return seq
 
@@ -123,6 +124,7 @@ def test_the_end_of_the_context_is_length():
     """R6: the ledger never grows beyond n_ctx."""
     seq = make(n_ctx=5, max_tokens=100)
     seq.admit(0, 11.0)
+    seq.restored(11.0)
     seq.computed(2, 11.0)
     assert say(seq, b"xy") == [None, "length"]
     assert seq.n_tokens == 5
@@ -189,7 +191,7 @@ def test_broken_invariants_are_found():
     """D7: a ledger two tokens ahead while decoding, or more memory than tokens, is an assertion."""
     for n_kv in (1, 3, 99, -1):
         seq = decoding()
-        seq.n_kv = n_kv
+        seq.cells.n = n_kv
         with pytest.raises(AssertionError):
             seq.check()
 

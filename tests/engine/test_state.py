@@ -11,13 +11,17 @@ from erllama.engine.state import TRANSITIONS, Happening, IllegalTransition, Life
 
 PATHS: dict[Phase, list[Happening]] = {
     Phase.QUEUED: [],
-    Phase.PREFILL: [Happening.ADMITTED],
-    Phase.DECODE: [Happening.ADMITTED, Happening.PREFILLED],
+    Phase.RESTORE: [Happening.ADMITTED],
+    Phase.PREFILL: [Happening.ADMITTED, Happening.RESTORED],
+    Phase.DECODE: [Happening.ADMITTED, Happening.RESTORED, Happening.PREFILLED],
     Phase.FINISHED: [Happening.FINISHED],
 }
 ALLOWED = {
-    (Phase.QUEUED, Happening.ADMITTED): Phase.PREFILL,
+    (Phase.QUEUED, Happening.ADMITTED): Phase.RESTORE,
     (Phase.QUEUED, Happening.FINISHED): Phase.FINISHED,
+    (Phase.RESTORE, Happening.RESTORED): Phase.PREFILL,
+    (Phase.RESTORE, Happening.PREEMPTED): Phase.QUEUED,
+    (Phase.RESTORE, Happening.FINISHED): Phase.FINISHED,
     (Phase.PREFILL, Happening.PREFILLED): Phase.DECODE,
     (Phase.PREFILL, Happening.REWOUND): Phase.PREFILL,
     (Phase.PREFILL, Happening.PREEMPTED): Phase.QUEUED,

@@ -1,0 +1,115 @@
+"""Every native call of one model, on its own thread: pending memory operations first, then the call.
+
+Rule: operations decided between two awaits are done in that order before whatever is asked next, so a slot
+that changed hands is clean by the time anybody computes in it, exports it or restores into it.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import trio
+
+from erllama.errors import ErllamaError
+
+from .memory_ops import apply_ops
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from erllama.backend import Backend, OptionalBackend, Step, StepResult
+
+    from .memory_ops import MemoryOp
+    from .runner import Runner
+
+log = logging.getLogger("erllama.engine")
+
+T = TypeVar("T")
+
+
+class ModelThread:
+    """The calls of one backend. Cancellation of any: a running step is aborted, then waited for."""
+
+    def __init__(self, backend: Backend, runner: Runner, take_ops: Callable[[], list[MemoryOp]]) -> None:
+        self._backend = cast("OptionalBackend", backend)
+        self._runner = runner
+        self._take_ops = take_ops
+        self._broken: ErllamaError | None = None
+
+    @property
+    def is_broken(self) -> bool:
+        """A memory operation failed: nobody knows what memory holds until it is rebuilt."""
+        return self._broken is not None
+
+    async def _run(self, call: Callable[..., T], *args: Any) -> T:
+        await trio.lowlevel.checkpoint_if_cancelled()  # before operations are taken that would be lost
+        ops = self._take_ops()
+
+        def with_ops() -> T:
+            if self._broken is not None:
+                raise self._broken
+            try:
+                apply_ops(self._backend, ops)
+            except ErllamaError as error:
+                self._broken = error
+                raise
+            return call(*args)
+
+        return await self._runner.run(with_ops, on_cancel=self.abort)
+
+    async def step(self, step: Step) -> StepResult:
+        """Compute a step. Raises: what the backend raises; the context must be rebuilt then."""
+        # Here and not in the step: a cancel between here and there must not be forgotten.
+        clear_abort: Callable[[], None] = getattr(self._backend, "clear_abort", lambda: None)
+        clear_abort()
+        return await self._run(self._backend.step, step)
+
+    async def cut_to_known(self, targets: list[tuple[int, int]]) -> list[int]:
+        """Cut each (slot, most) to what memory surely holds and is wanted; returns what was kept."""
+        return await self._run(self._cut_to_known, targets)
+
+    def _cut_to_known(self, targets: list[tuple[int, int]]) -> list[int]:
+        n_kv: Callable[[int], int] = getattr(self._backend, "n_kv", lambda _: 0)
+        kept = []
+        for slot, most in targets:
+            n = min(n_kv(slot), most)
+            if n and not self._backend.cut(slot, n):
+                n = 0
+            if not n:
+                self._backend.cut(slot, 0)
+            kept.append(n)
+        return kept
+
+    async def rebuild(self) -> None:
+        """A fresh, empty context; pending operations are void with the old one."""
+        self._take_ops()
+        await self._runner.run(self._rebuild)
+
+    def _rebuild(self) -> None:
+        self._backend.rebuild()
+        self._broken = None
+
+    async def export_bytes(self, slot: int, start: int, end: int) -> int:
+        """How large the KV of [start, end) of a slot is when exported."""
+        return await self._run(self._backend.export_bytes, slot, start, end)
+
+    async def export(self, slot: int, start: int, end: int, into: memoryview) -> int:
+        """Write the KV of [start, end) of a slot into a buffer; returns bytes written."""
+        return await self._run(self._backend.export, slot, start, end, into)
+
+    async def import_(
+        self, slot: int, block: tuple[int, int], wanted: tuple[int, int], data: memoryview
+    ) -> bool:
+        """Add positions `wanted` of an exported `block` to a slot; False (and unchanged) if refused."""
+        return await self._run(self._backend.import_, slot, block, wanted, data)
+
+    def abort(self) -> None:
+        """Make the running step end early. Any thread; no effect where the backend cannot."""
+        abort: Callable[[], None] | None = getattr(self._backend, "abort", None)
+        if abort is None:
+            return
+        try:
+            abort()
+        except Exception:  # a backend's bug here must not come out of somebody's cancel
+            log.exception("the backend could not be told to abort")
