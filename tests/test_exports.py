@@ -13,6 +13,8 @@ PUBLIC = {
     "open_engine", "collect", "Engine", "Model", "ModelInfo", "RequestInfo",
     # options
     "ContextOptions", "EngineConfig", "ModelOptions",
+    # cache
+    "DiskTier", "RamFileTier", "RamTier", "SavePolicy",
     # results and events
     "CacheDelta", "Completion", "Done", "Event", "Request", "Stats", "Token", "TokenId", "TokenLogprob",
     # errors

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import trio
+import trio.testing
 
 from erllama.backend import BackendFacts
-from erllama.engine.admission import LAG_PATIENCE_S, Lanes
+from erllama.engine.admission import ASLEEP_S, Lanes
 from erllama.engine.memory_ops import Cut, Share
+from erllama.engine.pace import Pace
 from erllama.engine.resident import Resident
 from erllama.engine.sequence import Sequence
 from erllama.engine.state import Phase
@@ -234,17 +237,18 @@ def test_the_preempted_one_is_saved_and_stays_until_its_cells_are_needed() -> No
     assert young.n_kv == 39
 
 
-def test_a_reader_that_lags_is_parked_with_what_it_has() -> None:
+async def test_a_reader_that_lags_is_parked_with_what_it_has(autojump_clock: trio.testing.MockClock) -> None:
     """Its place goes to who waits; its cells stay as long as nobody needs them."""
     saved: list[Sequence] = []
     lane = lanes(1, save=saved.append)
     slow, next_ = seq_of(HEAD, capacity=5), seq_of([60, 61])
     admit(lane, slow)
     slow.computed(39, 0.0)
-    slow.buffer.lagging_since = 0.0
+    slow.buffer.put_nowait(TokenId(1, slow.request), TokenId(2, slow.request))
+    now = trio.current_time()
     lane.waiting.append(next_)
-    assert not lane.park_lagging(LAG_PATIENCE_S - 1)
-    assert lane.park_lagging(LAG_PATIENCE_S)
+    assert lane.park_lagging(now + ASLEEP_S - 0.1, Pace()) is None
+    assert lane.park_lagging(now + ASLEEP_S, Pace()) is slow
     assert (saved, lane.parked, list(lane.residents)) == ([slow], [slow], [0])
     assert lane.admit_next(3.0) is next_
 
