@@ -42,7 +42,18 @@ class Watch(DyingFiles):
     def __init__(self) -> None:
         super().__init__(10**9)
         self.unlinked: set[bytes] = set()
+        self.locks: set[int] = set()
         self.look: Callable[[], None] = lambda: None
+
+    def try_lock(self, path: str, *, exclusive: bool) -> int | None:
+        fd = super().try_lock(path, exclusive=exclusive)
+        if fd is not None:
+            self.locks.add(fd)
+        return fd
+
+    def close(self, fd: int) -> None:
+        self.locks.discard(fd)
+        super().close(fd)
 
     def before(self, call: str, path: str) -> None:
         super().before(call, path)
@@ -114,11 +125,8 @@ class Process:
 
     def bury(self) -> None:
         """What the kernel does for the dead: their locks are free."""
-        for state in list(self.bench.store._tiers):
-            fd = state.tier.root._owner_fd
-            if fd is not None:
-                os.close(fd)
-                state.tier.root._owner_fd = None
+        for fd in list(self.files.locks):
+            self.files.close(fd)
 
 
 class StoreMachine(RuleBasedStateMachine):
