@@ -41,8 +41,33 @@ BASE: dict[str, set[str]] = {
 
 # The store decides in these; the rest of kvcache/ is its thin asynchronous shell.
 PURE_STORE = (
-    *("arena", "catalog", "files", "filetier", "header", "journal", "key", "kinds", "lookuplog", "meta", "names"),
-    *("parts", "pins", "planner", "policy", "publish", "read", "recover", "root", "score", "tree", "trie", "walk"),
+    *(
+        "arena",
+        "catalog",
+        "files",
+        "filetier",
+        "header",
+        "journal",
+        "key",
+        "kinds",
+        "lookuplog",
+        "meta",
+        "names",
+    ),
+    *(
+        "parts",
+        "pins",
+        "planner",
+        "policy",
+        "publish",
+        "read",
+        "recover",
+        "root",
+        "score",
+        "tree",
+        "trie",
+        "walk",
+    ),
 )
 NO_TRIO = (
     *("llama/", *(f"{module}.py" for module in BASE)),
