@@ -17,6 +17,7 @@ from erllama.errors import InvalidOption, NotSupported
 
 from .actor import Actor
 from .bare import bare_errors
+from .home import current_home
 from .runner import InlineRunner, Runner, ThreadRunner
 
 if TYPE_CHECKING:
@@ -36,10 +37,12 @@ class Handle:
         self.model_id = model_id
         self.facts = facts
         self.backend = backend
+        self.home = current_home()
         self.loaded_at = time.monotonic()
         self.actor = Actor(model_id, backend, facts, options, runner)
         self.closed = trio.Event()
         self.stopping = False  # no new requests, no reads
+        self.gone = "was unloaded"  # what became of it, once it is stopping
         self._runner = runner
         self._scope = trio.CancelScope()
 
@@ -89,6 +92,9 @@ class Handle:
         try:
             with self._scope:
                 await self.actor.run()
+        except trio.Cancelled:
+            self.gone = "ended with its engine; use it inside the engine's `async with` block"
+            raise
         finally:
             self.stopping = True
             try:
