@@ -1,5 +1,6 @@
 """The one mechanism that checks options: classes of checked fields, and the checks themselves.
 
+An option class may have `ELSEWHERE`: names that are not its options, and what to write instead.
 An option class is a frozen, keyword-only dataclass whose fields carry a *check*: a function that
 returns the accepted value or raises `Rejected` with what was expected. A wrong name raises
 `UnknownOption` with the nearest right one, a wrong value `InvalidOption`; both before any native
@@ -12,7 +13,7 @@ import dataclasses
 import difflib
 import math
 import sys
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from numbers import Real
 from typing import Any, TypeGuard, TypeVar, cast, dataclass_transform
 
@@ -41,10 +42,18 @@ def options(cls: type[T]) -> type[T]:
     generated = made.__init__
     fields = {f.name: f for f in dataclasses.fields(made)}  # type: ignore[arg-type]  # made a dataclass above
 
-    def __init__(self: Any, **values: object) -> None:
+    elsewhere: Mapping[str, str] = getattr(cls, "ELSEWHERE", {})
+
+    def __init__(self: Any, *unnamed: object, **values: object) -> None:
+        if unnamed:
+            example = f"{cls.__name__}({next(iter(fields))}=…)"
+            raise InvalidOption(
+                f"{cls.__name__}({unnamed[0]!r}): options are given by name, as in {example}",
+                detail={"key": None, "value": unnamed[0]},
+            )
         for name in values:
             if name not in fields:
-                raise unknown_option(name, fields, where=cls.__name__)
+                raise unknown_option(name, fields, where=cls.__name__, instead=elsewhere.get(name))
         generated(self, **values)
         for name, field in fields.items():
             value = getattr(self, name)
@@ -63,13 +72,16 @@ def options(cls: type[T]) -> type[T]:
     return made
 
 
-def unknown_option(name: str, known: Iterable[str], *, where: str) -> UnknownOption:
-    """The error for an option that does not exist, naming the nearest that does."""
+def unknown_option(
+    name: str, known: Iterable[str], *, where: str, instead: str | None = None
+) -> UnknownOption:
+    """The error for an option that does not exist, with what to write `instead`, or the nearest that does."""
     known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known) or 'none'}"
+    near = [] if instead else difflib.get_close_matches(name, known, n=1)
+    others = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known) or 'none'}"
     return UnknownOption(
-        f"{where} has no option {name!r}; {hint}", detail={"key": name, "nearest": near[0] if near else None}
+        f"{where} has no option {name!r}; {instead or others}",
+        detail={"key": name, "nearest": near[0] if near else None},
     )
 
 

@@ -303,7 +303,10 @@ class Reasons:
     """All reasons by name; the documentation and a test are generated from it."""
 
     EXTRA: ClassVar[frozenset[str]] = frozenset(
-        {"oom", "timeout", "empty_prefix", "busy", "no_gpu", "no_pip", "no_index", "no_space", "wrong_hash"}
+        (
+            *("oom", "timeout", "no_room", "wrong_loop", "no_pip", "no_index", "no_space", "wrong_hash"),
+            *("empty_prefix", "busy", "no_gpu"),
+        )
     )
 
     @classmethod

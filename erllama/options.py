@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 # Re-exported: whoever declares options of its own (the store, plugins) needs one import only.
 from .checks import Rejected as Rejected
@@ -164,6 +164,18 @@ class GenerationOptions:
     top_k 40, top_p 0.95, min_p 0.05, repetition_penalty 1.0. `seed=None` draws one. Temperatures
     below 1e-6 are greedy, as 0 is.
     """
+
+    ELSEWHERE: ClassVar[Mapping[str, str]] = {
+        "timeout": "time limits are trio's: `with trio.fail_after(seconds):` around the call",
+        "stream": "write `async with model.stream(prompt) as events:`",
+        **dict.fromkeys(
+            ("n_predict", "max_new_tokens", "num_predict", "n_tokens", "max_length"),
+            "it is called max_tokens",
+        ),
+        **dict.fromkeys(("repeat_penalty", "penalty_repeat"), "it is called repetition_penalty"),
+        "n_ctx": "it belongs to the model: load_model(path, context=ContextOptions(n_ctx=…))",
+        "n_threads": "it belongs to the model: load_model(path, context=ContextOptions(n_threads=…))",
+    }
 
     max_tokens: int = option(default=64, check=integer(1))
     temperature: float | None = option(default=None, check=optional(number(0)))

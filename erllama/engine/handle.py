@@ -17,6 +17,7 @@ from erllama.errors import InvalidOption, NotSupported
 
 from .actor import Actor
 from .bare import bare_errors
+from .home import current_home
 from .runner import InlineRunner, Runner, ThreadRunner
 
 if TYPE_CHECKING:
@@ -45,10 +46,12 @@ class Handle:
         self.model_id = model_id
         self.facts = facts
         self.backend = backend
+        self.home = current_home()
         self.loaded_at = time.monotonic()
         self.actor = Actor(model_id, backend, facts, options, runner, cache)
         self.closed = trio.Event()
         self.stopping = False  # no new requests, no reads
+        self.gone = "was unloaded"  # what became of it, once it is stopping
         self._runner = runner
         self._flush_s = flush_s
         self._scope = trio.CancelScope()
@@ -106,6 +109,9 @@ class Handle:
             with self._scope, bare_errors():
                 async with trio.open_nursery() as nursery:
                     await self.actor.run(nursery)
+        except trio.Cancelled:
+            self.gone = "ended with its engine; use it inside the engine's `async with` block"
+            raise
         finally:
             self.stopping = True
             try:

@@ -14,6 +14,7 @@ import trio
 from erllama.errors import ContextOverflow, InvalidContent
 from erllama.types import Done, Event, Request
 
+from .home import current_home, require_home
 from .sampling import PlainSampler, resolve_sampling
 from .sequence import Sequence
 from .stream import EventBuffer
@@ -41,6 +42,7 @@ class EventStream:
         self._buffer = buffer
         self._cancel = cancel
         self._done = False
+        self._home = current_home()
 
     def __repr__(self) -> str:
         return f"<EventStream {self._seq!r}>"
@@ -54,6 +56,7 @@ class EventStream:
 
     async def __anext__(self) -> Event:
         """The next event. Cancellation: loses nothing; leaving the stream's block ends the request."""
+        require_home(self._home)
         if self._done:
             raise StopAsyncIteration
         try:
@@ -73,6 +76,7 @@ async def open_stream(
     Raises: `InvalidContent`, `ContextOverflow`, `InvalidOption`, `InvalidGrammar`, `StickyBusy`,
     `SeqCapacity`.
     """
+    require_home(handle.home)
     check_prompt(prompt, handle.facts)
     params = resolve_sampling(options, handle.facts.sampling_defaults, handle.facts.n_vocab)
     buffer = EventBuffer(buffer_events, handle.actor.wake)

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import os
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Literal, Never, TypedDict, Unpack
 
 import trio
 
 from erllama.engine.cache_link import CacheLink
 from erllama.engine.handle import Handle
-from erllama.errors import AlreadyLoaded, HandleClosed, InvalidConfig, InvalidOption, MissingConfig, NotLoaded
+from erllama.engine.home import current_home, require_home
+from erllama.errors import (
+    AlreadyLoaded,
+    HandleClosed,
+    InvalidConfig,
+    InvalidOption,
+    MissingConfig,
+    NotLoaded,
+    UnknownOption,
+)
 from erllama.kvcache.key import Identity
 from erllama.kvcache.policy import SavePolicy
 from erllama.kvcache.store import StoreOptions, open_store
 from erllama.kvcache.tiers import RAM_TIER, RamTier
-from erllama.options import ContextOptions, EngineConfig, ModelOptions
+from erllama.options import ContextOptions, EngineConfig, ModelOptions, unknown_option
 
+from .block import Block
 from .cache import Cache
 from .model import Model
 
@@ -53,6 +64,7 @@ class Engine:
         self.config = config
         self.cache = Cache(store, lambda: [m.handle.actor for m in self._models.values()])
         self._nursery = nursery
+        self._home = current_home()
         self._models: dict[str, Model] = {}
         self._loading: set[str] = set()
         self._numbers = itertools.count(1)
@@ -72,6 +84,7 @@ class Engine:
         tier: str = RAM_TIER,
         backend: Literal["llama"] | Backend = "llama",
         progress: Callable[[float], None] | None = None,
+        **unknown: Never,
     ) -> Model:
         """Load a GGUF file and start serving it.
 
@@ -79,10 +92,13 @@ class Engine:
 
         `progress` gets fractions from 0 to 1 in the trio thread. `backend` may be an object of one's own
         that implements `erllama.backend.Backend`; it needs no path.
-        Raises: `MissingConfig` (no path), `InvalidConfig` (no file there), `AlreadyLoaded`, `MalformedGguf`,
-        `NotSupported`, `ModelWouldOom`, `LoadFailed`, `NativeLibraryError`, `HandleClosed` (the engine is).
+        Raises: `UnknownOption`, `MissingConfig` (no path), `InvalidConfig` (no file there), `AlreadyLoaded`,
+        `MalformedGguf`, `NotSupported`, `ModelWouldOom`, `LoadFailed`, `NativeLibraryError`, `HandleClosed` (the engine is).
         Cancellation: the load is abandoned, waited for and leaves nothing behind.
         """
+        require_home(self._home)
+        for name in unknown:
+            raise _unknown_argument(name)
         if self._closed:
             raise HandleClosed("the engine is closed; load models inside its `async with` block")
         for name, given, wanted in (
@@ -196,14 +212,21 @@ class Engine:
         await self.model(model_id).unload()
 
 
-@asynccontextmanager
-async def open_engine(
+def open_engine(
     config: EngineConfig | None = None, **overrides: Unpack[EngineOverrides]
-) -> AsyncIterator[Engine]:
+) -> AbstractAsyncContextManager[Engine]:
     """An engine for the block; leaving the block ends running requests and frees every model.
 
-    Raises: `UnknownOption`, `InvalidOption`. Several engines may be open at once.
+    Raises: `UnknownOption`, `InvalidOption`, `RequestError` with reason "wrong_loop" outside trio.
+    Several engines may be open at once. Thread: an engine and its models belong to the trio loop that
+    opened it; another loop of the same process opens its own.
     """
+    return Block(_open_engine(config, overrides), "async with open_engine() as engine")
+
+
+@asynccontextmanager
+async def _open_engine(config: EngineConfig | None, overrides: EngineOverrides) -> AsyncIterator[Engine]:
+    current_home()
     if config is None:
         config = EngineConfig(**overrides)
     elif overrides:
@@ -233,6 +256,17 @@ async def open_engine(
         raise error
 
 
+def _unknown_argument(name: str) -> UnknownOption:
+    """What `load_model` does not take; most often an option that belongs in one of its option objects."""
+    for argument, kind in (("context", ContextOptions), ("model", ModelOptions)):
+        names = [field.name for field in dataclasses.fields(kind)]
+        if name in names:
+            write = f"{argument}={kind.__name__}({name}=…)"
+            return unknown_option(name, names, where="load_model", instead=f"write {write}")
+    known = ("path", "model_id", "model", "context", "policy", "tier", "backend", "progress")
+    return unknown_option(name, known, where="load_model")
+
+
 def _make_backend(
     path: str | os.PathLike[str] | None,
     backend: Literal["llama"] | Backend,
@@ -243,14 +277,24 @@ def _make_backend(
         return backend, None if path is None else os.fspath(path)
     if backend != "llama":
         raise InvalidConfig(
-            f"backend={backend!r}: expected 'llama' or an object", detail={"backend": backend}
+            f"backend={backend!r}: expected 'llama' or an object of your own; what computes (CPU, CUDA, …) "
+            "is chosen when the native library is built, see docs/guides/building.md",
+            detail={"backend": backend},
         )
     if path is None:
         raise MissingConfig("load_model needs the path of a GGUF file")
     file = os.path.expanduser(os.fspath(path))
     if "\0" in file or not os.path.isfile(file):
-        raise InvalidConfig(f"no file at {file!r}", detail={"key": "path", "value": file})
+        raise InvalidConfig(_no_file(file), detail={"key": "path", "value": file})
     from erllama.engine.llama_backend import LlamaBackend  # native code is loaded with the first model
 
     adapt = context.n_threads is None and context.n_threads_batch is None
     return LlamaBackend(file, model, context.resolved(), adapt_threads=adapt), file
+
+
+def _no_file(file: str) -> str:
+    if not file:
+        return "the path of the model is empty; name a GGUF file"
+    if "\0" not in file and os.path.isdir(file):
+        return f"{file!r} is a folder; name a GGUF file in it"
+    return f"no file at {file!r}; give the path of a GGUF file (relative ones start in {os.getcwd()})"

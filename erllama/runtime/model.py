@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 import numpy as np
 import trio
 
+from erllama.engine.home import require_home
 from erllama.engine.request import EventStream, open_stream
 from erllama.errors import ContextOverflow, EngineError, HandleClosed, InvalidContent, NotLoaded
 from erllama.options import GenerationOptions
 from erllama.types import Completion, Done, Event
 
+from .block import Block
 from .info import ModelInfo, Phase, RequestInfo
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ class Model:
 
     def _live(self) -> Handle:
         if self.handle.stopping:
-            raise NotLoaded(f"model {self.model_id!r} was unloaded")
+            raise NotLoaded(f"model {self.model_id!r} {self.handle.gone}")
         return self.handle
 
     # --- generation ---
@@ -71,11 +73,13 @@ class Model:
 
         Leaving the block ends the request. A slow reader slows only its own request. Raises as `complete`.
         """
-        return self._stream(prompt, GenerationOptions(**generation))
+        inner = self._stream(prompt, GenerationOptions(**generation))
+        return Block(inner, "async with model.stream(…) as events")
 
     @asynccontextmanager
     async def _stream(self, prompt: Prompt, options: GenerationOptions) -> AsyncIterator[EventStream]:
         handle = self._live()
+        require_home(handle.home)
         prompt_ids = await self._prompt_ids(prompt)
         async with open_stream(handle, prompt_ids, options, self._buffer_events) as events:
             yield events
@@ -93,6 +97,7 @@ class Model:
         Raises: `EngineError` with reason "timeout" if its sequence is not free again after 5 s.
         Cancellation: the request is ended all the same.
         """
+        require_home(self.handle.home)
         hit = self._live().actor.reset_session(session_id)
         with trio.move_on_after(RESET_PATIENCE_S) as patience:
             for seq in hit:
@@ -133,7 +138,7 @@ class Model:
         try:
             tokens: list[int] = tokenize(text, add_special=add_special, parse_special=parse_special)
         except HandleClosed:
-            raise NotLoaded(f"model {self.model_id!r} was unloaded") from None
+            raise NotLoaded(f"model {self.model_id!r} {self.handle.gone}") from None
         return tokens
 
     async def tokenize_async(
@@ -153,7 +158,7 @@ class Model:
         try:
             raw: bytes = self._live().optional("detokenize")(_token_ids(tokens))
         except HandleClosed:
-            raise NotLoaded(f"model {self.model_id!r} was unloaded") from None
+            raise NotLoaded(f"model {self.model_id!r} {self.handle.gone}") from None
         return raw.decode("utf-8", errors="replace")
 
     async def detokenize_async(self, tokens: Sequence[int]) -> str:
@@ -219,11 +224,13 @@ class Model:
 
         Harmless when it is unloaded already. Cancellation: it is freed all the same.
         """
+        require_home(self.handle.home)
         self.handle.stop()
         await self.handle.closed.wait()
 
     async def wait_closed(self) -> None:
         """Until the model is unloaded, by whomever."""
+        require_home(self.handle.home)
         await self.handle.closed.wait()
 
 

@@ -35,7 +35,7 @@ def test_imports(path: pathlib.Path) -> None:
     """Deciding modules and file modules know no trio; nobody knows an engine or llama.cpp."""
     found = imports(path)
     own = {name for name in found if name.startswith("erllama")}
-    assert own <= {"erllama.errors", "erllama.options"}
+    assert own <= {"erllama.checks", "erllama.errors", "erllama.options"}
     if path.stem in PURE | THREADS:
         assert "trio" not in found
         shells = {
@@ -57,4 +57,4 @@ def test_the_store_needs_no_native_library() -> None:
     code = "import sys, erllama.kvcache.store; print(*(m for m in sys.modules if m.startswith('erllama.')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = {name for name in done.stdout.split() if not name.startswith("erllama.kvcache")}
-    assert loaded <= {"erllama.errors", "erllama.options", "erllama.types"}
+    assert loaded <= {f"erllama.{name}" for name in ("checks", "errors", "machine", "options", "types")}

@@ -1,0 +1,30 @@
+"""Which trio loop an engine belongs to: everything but plain reads happens in it, and nowhere else."""
+
+from __future__ import annotations
+
+import trio
+
+from erllama.errors import RequestError
+
+Home = trio.lowlevel.TrioToken
+
+
+def current_home() -> Home:
+    """The trio loop of the calling task. Raises: `RequestError` with reason "wrong_loop" outside trio."""
+    try:
+        return trio.lowlevel.current_trio_token()
+    except RuntimeError:
+        raise RequestError(
+            "erllama runs on trio: start the program with trio.run(main) instead of asyncio.run(main())",
+            reason="wrong_loop",
+        ) from None
+
+
+def require_home(home: Home) -> None:
+    """Raise `RequestError` with reason "wrong_loop" unless the calling task runs in that loop."""
+    if current_home() is not home:
+        raise RequestError(
+            "this engine belongs to another trio loop; from a thread, hand the call over with "
+            "trio.from_thread.run(…) instead of trio.run(…), or open an engine in each loop",
+            reason="wrong_loop",
+        )
