@@ -109,8 +109,9 @@ class Handle:
             with self._scope, bare_errors():
                 async with trio.open_nursery() as nursery:
                     await self.actor.run(nursery)
-        except trio.Cancelled:
-            self.gone = "ended with its engine; use it inside the engine's `async with` block"
+        except BaseException:
+            if not self.stopping:  # cancelled from outside, perhaps as a group
+                self.gone = "ended with its engine; use it inside the engine's `async with` block"
             raise
         finally:
             self.stopping = True
