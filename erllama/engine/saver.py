@@ -113,8 +113,10 @@ class Saver:
         place = seq.slot, self._lanes.generation[seq.slot]
         # Evicted or never saved: nothing can be stored behind it. What somebody else is about to save may
         # never come, because that one may leave first.
-        while not self._cache.policy.second_sighting and path.tip is not None and not (
-            self._cache.store.has(path.tip) or (path.tip, *place) in self._places
+        while (
+            not self._cache.policy.second_sighting
+            and path.tip is not None
+            and not (self._cache.store.has(path.tip) or (path.tip, *place) in self._places)
         ):
             path.drop_last()
         has = self._cache.store.has

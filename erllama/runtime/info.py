@@ -13,7 +13,10 @@ Phase = Literal["idle", "prefilling", "generating"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """One loaded model. `details` holds what its backend tells: architecture, sizes, memory, build."""
+    """One loaded model. `details` holds what its backend tells: architecture, sizes, memory, build.
+
+    `vram_estimate_bytes`: weights, KV and compute buffers together, wherever they are.
+    """
 
     model_id: str
     path: str | None
@@ -23,6 +26,9 @@ class ModelInfo:
     n_seq_max: int
     available_seqs: int
     memory_kind: str
+    status: Literal["loaded", "stopping"]
+    quant_tag: str
+    vram_estimate_bytes: int
     loaded_at_monotonic: float
     details: Mapping[str, Any]
 

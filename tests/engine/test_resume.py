@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import trio
 import trio.testing
@@ -9,12 +11,14 @@ import trio.testing
 from erllama.backend import Step, StepResult, StepStatus
 from erllama.errors import DecodeFailed, ErllamaError, NativeError
 from erllama.testing import cancel_at_every_checkpoint
-from erllama.types import Completion
 
 from runtime.watched import Watched  # isort: skip  # tests/ is on the path
 
 from .scenes import alone
 from .warm_scenes import WarmBench, warm
+
+if TYPE_CHECKING:
+    from erllama.types import Completion
 
 PROMPT = [i % 90 + 1 for i in range(70)]
 GREEDY = {"max_tokens": 6, "temperature": 0.0}
@@ -261,7 +265,7 @@ async def test_a_request_preempted_before_its_restore_began_is_no_crash(autojump
 
 @pytest.mark.parametrize("prompt", [PROMPT, [*PROMPT[:50], 1, 1, 1]])
 async def test_cancelled_at_every_checkpoint_nothing_is_left(prompt: list[int]) -> None:
-    """A warm request cancelled anywhere leaves no lease, no slot, no reservation, and later answers are right."""
+    """A warm request cancelled anywhere leaves no lease, slot or reservation; later answers are right."""
     async with warm(Watched(n_batch=16)) as bench:
         await stored(bench)
 
