@@ -107,9 +107,9 @@ class Actor:
         self._pace = Pace()
         self._in_flight: list[Sequence] = []
         self._aborting = False
-        self._unasked_aborts = 0
-        self._no_room_alone = False
         self._following: set[Sequence] = set()  # they wait for an older one that computes the same prompt
+        self._unasked_aborts = 0
+        self._no_room_alone: Sequence | None = None  # who starts over because memory refused it
         self._squeeze: int | None = None  # a smaller prefill chunk after a refused step
         self._stalled_since: float | None = None  # nobody goes on until residents are saved, and leave
         self._wakeup = trio.Event()
@@ -475,12 +475,12 @@ class Actor:
         Refused again, what was generated is the answer; without any, it is our error, not the caller's.
         """
         log.warning("%s: memory has no room for %s alone", self.model_id, seq)
-        if not self._no_room_alone:
-            self._no_room_alone = True
+        if self._no_room_alone is not seq:
+            self._no_room_alone = seq
             self._lanes.release(seq.preempt())
             self._lanes.requeue(seq)
             return
-        self._no_room_alone = False
+        self._no_room_alone = None
         if seq.n_generated:
             self._finish(seq, "length")
             return

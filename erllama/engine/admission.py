@@ -9,7 +9,7 @@ Where memory allows it (`ranges`), a sequence that is over stays in its cells as
 needs the room, and whoever comes with the same beginning shares it: with residents and with sequences
 that still run. When room runs out, residents go first, the longest unused one before others; then the
 youngest running sequence gives up its slot and waits again: it is saved and leaves a resident like everybody
-else, which goes when the save is done. A sequence whose reader lags for seconds is parked when somebody waits
+else, which goes when the save is done. A sequence whose reader lags for long is parked when somebody waits
 for its place, and queued again when it has been read.
 """
 

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from .memory_ops import MemoryOp
     from .runner import Runner
 
-log = logging.getLogger("erllama.engine")
-
 T = TypeVar("T")
+log = logging.getLogger("erllama.engine")
 
 
 class ModelThread:
@@ -112,4 +111,4 @@ class ModelThread:
         try:
             abort()
         except Exception:  # a backend's bug here must not come out of somebody's cancel
-            log.exception("the backend could not be told to abort")
+            log.exception("%r could not be told to abort", self._backend)

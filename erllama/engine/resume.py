@@ -47,7 +47,7 @@ class Resumer:
         return n_stored > n_led if n_led > seq.n_kv else n_stored >= seq.n_kv
 
     async def restore(self, seq: Sequence, stay: int) -> None:
-        """Bring into memory what is stored and not there yet, during `seq`'s `stay`th time in a slot.
+        """Bring into memory what is stored and not there yet, during the `stay`th stay of `seq` in a slot.
 
         Cancellation: what was imported stays, whole blocks only.
         """

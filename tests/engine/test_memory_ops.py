@@ -1,4 +1,4 @@
-"""Memory operations: in order, before the next call, never lost; a failed one stops everything."""
+"""Memory operations: in order, before the next call, never lost; a failed one stops all until a rebuild."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import trio
 import trio.testing
@@ -12,7 +14,6 @@ from erllama.testing import cancel_at_every_checkpoint
 
 from runtime.watched import Watched  # isort: skip  # tests/ is on the path
 
-from typing import TYPE_CHECKING
 
 from .scenes import alone
 from .warm_scenes import WarmBench, warm

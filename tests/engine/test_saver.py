@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import trio
 import trio.testing
 
@@ -216,3 +217,31 @@ async def test_a_rebuild_voids_what_was_planned(autojump_clock) -> None:
         await bench.actor.wait_saved()
         await everything_given_up(bench)
         assert len(backend.exported) <= n + 6
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("beside", [False, True])
+async def test_cells_that_are_being_saved_are_waited_for_not_for_ever(
+    autojump_clock, monkeypatch, hangs: bool, beside: bool
+) -> None:
+    """Who needs them is neither refused nor preempted: it stands still for a second per resident."""
+    async with warm(Watched(n_slots=3, n_cells=200, n_ctx=200)) as bench:
+        buffer, asked = bench.store.buffer, trio.Event()
+
+        async def slow_buffer(n_bytes: int) -> object:
+            asked.set()
+            await trio.sleep(1000 if hangs else 0.5)
+            return await buffer(n_bytes)
+
+        monkeypatch.setattr(bench.store, "buffer", slow_buffer)
+        await bench.complete([7] * 150, max_tokens=1)
+        await asked.wait()
+        began = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            if beside:
+                nursery.start_soon(bench.complete, [8] * 10)
+            answer = await bench.complete([9] * 120, max_tokens=9)
+        assert answer.finish_reason == "length"
+        assert 0.4 < trio.current_time() - began < (2.5 if hangs else 10)
+        monkeypatch.setattr(bench.store, "buffer", buffer)
+        assert bench.actor.statistics().n_preempted == 0
