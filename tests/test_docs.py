@@ -157,7 +157,7 @@ def test_command_lines_are_accepted(block, line):
     """Each `erllama …` in the documentation is one that the parser accepts."""
     words = shlex.split(line.split("|")[-1], comments=True)
     command = next(i for i, word in enumerate(words) if word.endswith("erllama"))
-    assert parser.parse(words[command + 1 :]).run
+    assert parser.parse(words[command + 1 :]).command
 
 
 def test_reason_tables_are_complete():

@@ -26,6 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "models": set(),
     "testing": {"engine", "kvcache", "llama", "runtime"},
     "erllama": {"runtime"},
+    "__main__": {"cli"},
 }
 BASE: dict[str, set[str]] = {
     "errors": set(),

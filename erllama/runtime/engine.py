@@ -77,7 +77,8 @@ class Engine:
         `progress` gets fractions from 0 to 1 in the trio thread. `backend` may be an object of one's own
         that implements `erllama.backend.Backend`; it needs no path.
         Raises: `UnknownOption`, `MissingConfig` (no path), `InvalidConfig` (no file there), `AlreadyLoaded`,
-        `MalformedGguf`, `NotSupported`, `ModelWouldOom`, `LoadFailed`, `NativeLibraryError`, `HandleClosed` (the engine is).
+        `MalformedGguf`, `NotSupported`, `ModelWouldOom`, `LoadFailed`, `NativeLibraryError`,
+        `HandleClosed` (the engine is).
         Cancellation: the load is abandoned, waited for and leaves nothing behind.
         """
         require_home(self._home)
