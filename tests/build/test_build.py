@@ -31,16 +31,17 @@ class Workshop:
         monkeypatch.setattr(build, "BUILD_ROOT", self.root)
         monkeypatch.setattr(build, "read_pin", lambda: pin)
         monkeypatch.setattr(build, "is_unpacked", lambda: False)
-        monkeypatch.setattr(build, "remove_tree", lambda: None)
+        monkeypatch.setattr(build, "remove_sources", lambda _: None)
         monkeypatch.setattr(build, "pinned_source", lambda *_: self.source)
         monkeypatch.setattr(build, "_compile", self.compile)
         monkeypatch.setattr(install, "ensure_binding", self.bind)
+        monkeypatch.setattr(install, "check_linkage", lambda _: None)
         monkeypatch.setattr(runtime.variant, "choose", self.choose)
         monkeypatch.setattr(
-            build, "find_compilers", lambda: toolchain.Compilers(cc="cc", cxx="c++", id="fake 1")
+            build, "find_compilers", lambda: toolchain.Compilers(cc=("cc",), cxx=("c++",), id="fake 1")
         )
 
-    def compile(self, source, profile, _compilers, _jobs, entry, _progress):
+    def compile(self, source, profile, _compilers, _jobs, _recipe, entry, _progress):
         self.compiles.append(profile)
         folder = self.root / profile.backend / "bin"
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,7 +51,7 @@ class Workshop:
             (folder / name).write_text("program")
         native.publish_entry(folder.parent, source, profile, entry)
 
-    def bind(self, base, _entry, _cxx, _progress):
+    def bind(self, base, _entry, _cxx, _progress, _lock):
         target = runtime.cache_dir() / "bindings" / "one"
         with published(target) as partial:
             (partial / install.binding.extension_name()).write_text("binding")
@@ -212,9 +213,11 @@ def test_the_key_covers_what_the_compiler_s_output_depends_on(monkeypatch):
         native.native_key("a", plain, "gcc 13", linux),
         native.native_key("a", plain, "gcc 12", Platform(system="linux", machine="aarch64")),
     }
-    monkeypatch.setenv("CXXFLAGS", "-g")
-    keys.add(native.native_key("a", plain, "gcc 12", linux))
-    assert len(keys) == 6
+    keys.add(native.native_key("a", plain, "gcc 12", linux, "nvcc 12"))
+    for name in ("CXXFLAGS", "MACOSX_DEPLOYMENT_TARGET", "SDKROOT", "CUDAARCHS", "CPLUS_INCLUDE_PATH"):
+        monkeypatch.setenv(name, "x")
+        keys.add(native.native_key("a", plain, "gcc 12", linux))
+    assert len(keys) == 11
 
 
 def test_an_incomplete_compile_is_not_cached(workshop, tmp_path):
