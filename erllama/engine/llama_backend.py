@@ -90,8 +90,8 @@ class LlamaBackend:
             raise NotSupported("embeddings and pooling: erllama cannot embed yet; leave them out to generate")
         self._model = model = llama.Model.open(self._path, self._model_options, progress=self._progress)
         self._params = _native_params(self._options, model.facts)
-        _warn_of_what_will_disappoint(self._path, self._options, self._model_options, model.facts)
         self._context = context = self._open_context(model)
+        _warn_of_what_will_disappoint(self._path, self._options, self._model_options, model.facts)
         self._batch = llama.Batch(context.n_batch, self._params.n_seq_max)
         self._kind = context.memory_kind
         if self._kind is MemoryKind.NONE:

@@ -96,6 +96,11 @@ class Engine:
                     f"load_model: {name}={given!r}: expected {wanted.__name__}",
                     detail={"key": name, "value": given},
                 )
+        if progress is not None and not callable(progress):
+            raise InvalidOption(
+                f"load_model: progress={progress!r}: expected a function of one number",
+                detail={"key": "progress", "value": progress},
+            )
         asked = context or ContextOptions()
         context_options = asked.resolved()
         made, file = _make_backend(path, backend, model or ModelOptions(), asked)
@@ -228,6 +233,8 @@ def _make_backend(
         )
     if path is None:
         raise MissingConfig("load_model needs the path of a GGUF file")
+    if not isinstance(path, str | os.PathLike):
+        raise InvalidConfig(f"{path!r} is no path; name a GGUF file", detail={"key": "path", "value": path})
     file = os.path.expanduser(os.fspath(path))
     if "\0" in file or not os.path.isfile(file):
         raise InvalidConfig(_no_file(file), detail={"key": "path", "value": file})
