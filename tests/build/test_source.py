@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -147,6 +149,40 @@ def test_an_unreachable_index_is_one_sentence_with_three_ways_out(pin, progress,
     assert "--source" in caught.value.advice
     assert caught.value.log_tail
     assert list(archive.parent.glob(".download-*")) == []
+
+
+HANG = """
+import sys
+from tools.libllama import fetch, pin, progress
+fetch._pip = lambda: [sys.argv[1]]
+fetch.fetch(pin.read_pin(), progress.Progress())
+"""
+
+
+def is_there(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.slow
+def test_kill_9_of_a_fetch_ends_pip_too(tmp_path):
+    """No pip goes on in the background that would write into the next fetch's folder."""
+    pip = tmp_path / "pip"
+    pip.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 60\n")
+    pip.chmod(0o755)
+    with subprocess.Popen([sys.executable, "-c", HANG, str(pip)], stderr=subprocess.DEVNULL) as us:
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            assert us.poll() is None
+            time.sleep(0.01)
+        us.kill()
+    pid = int((tmp_path / "pid").read_text())
+    deadline_s = time.monotonic() + 5
+    while is_there(pid):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
 def test_a_user_tree_is_taken_as_it_is(vendor, progress, archive, pin):
