@@ -4,6 +4,8 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
+# Written once pip works: an interpreter alone does not make a virtual environment.
+HAS_PIP := $(VENV)/.erllama-pip
 DEPS := $(VENV)/.erllama-requirements
 INSTALLED := $(VENV)/.erllama-installed
 # Passed to build_libllama.py, e.g. make build BUILD="--backend cuda"
@@ -39,16 +41,21 @@ distclean: clean  ## clean, and remove .venv and the unpacked sources too
 	rm -rf $(VENV)
 	find vendor/llama.cpp -mindepth 1 -maxdepth 1 ! -name pin.toml ! -name README.md -exec rm -rf {} +
 
-$(PY):
+$(HAS_PIP):
 	@command -v $(PYTHON) >/dev/null || { echo "error: there is no $(PYTHON). Debian, Ubuntu: apt install python3 python3-venv"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "error: $(PYTHON) is older than 3.11. Name a newer one: make PYTHON=python3.12 ..."; exit 1; }
-	@echo "==> Creating $(VENV)"
-	@$(PYTHON) -m venv $(VENV) >$(VENV).log 2>&1 && rm -f $(VENV).log || \
-	  { tail -n 5 $(VENV).log; rm -rf $(VENV) $(VENV).log; \
-	    echo "error: $(PYTHON) cannot make a virtual environment. Debian, Ubuntu: apt install python3-venv"; exit 1; }
+	@$(PY) -m pip --version >/dev/null 2>&1 || { \
+	  echo "==> Creating $(VENV)"; \
+	  old=; test -e $(VENV) && old=yes; \
+	  { $(PYTHON) -m venv $(VENV) && $(PY) -m pip --version; } >$(VENV).log 2>&1 || { \
+	    tail -n 5 $(VENV).log; rm -f $(VENV).log; test "$$old" || rm -rf $(VENV); \
+	    echo "error: $(PYTHON) cannot make a virtual environment with pip. Debian, Ubuntu: apt install python3-venv"; \
+	    exit 1; }; \
+	  rm -f $(VENV).log; }
+	@touch $@
 
-$(DEPS): pyproject.toml tools/requirements.py | $(PY)
+$(DEPS): pyproject.toml tools/requirements.py | $(HAS_PIP)
 	@echo "==> Installing what the build and the tests need into $(VENV)"
 	@$(PY) tools/requirements.py > $(DEPS).part
 	@$(PY) -m pip install --disable-pip-version-check -r $(DEPS).part || \

@@ -1,92 +1,169 @@
 """erllama: local language models for trio, over the stock llama.cpp library.
 
 `open_engine()` gives an engine, `engine.load_model(path)` a model, `model.complete(prompt)` an answer and
-`model.stream(prompt)` its events as they come. Importing this loads no native code, and trio and numpy only
-with the first name that needs them, so that `erllama --help` is there at once.
+`model.stream(prompt)` its events as they come. Importing this loads nothing but what the names in use need,
+and native code with the first model, so that `erllama --help` is there at once.
 """
 
-from typing import TYPE_CHECKING
-
-from .errors import AlreadyLoaded as AlreadyLoaded
-from .errors import BatchOverflow as BatchOverflow
-from .errors import ContextOverflow as ContextOverflow
-from .errors import DecodeAborted as DecodeAborted
-from .errors import DecodeFailed as DecodeFailed
-from .errors import DecodeTimeout as DecodeTimeout
-from .errors import EngineError as EngineError
-from .errors import EngineReset as EngineReset
-from .errors import ErllamaError as ErllamaError
-from .errors import FetchFailed as FetchFailed
-from .errors import HandleClosed as HandleClosed
-from .errors import InvalidConfig as InvalidConfig
-from .errors import InvalidContent as InvalidContent
-from .errors import InvalidGrammar as InvalidGrammar
-from .errors import InvalidOption as InvalidOption
-from .errors import LoadFailed as LoadFailed
-from .errors import MalformedGguf as MalformedGguf
-from .errors import MissingConfig as MissingConfig
-from .errors import MissingOption as MissingOption
-from .errors import ModelCrashed as ModelCrashed
-from .errors import ModelLoading as ModelLoading
-from .errors import ModelWouldOom as ModelWouldOom
-from .errors import NativeError as NativeError
-from .errors import NativeLibraryError as NativeLibraryError
-from .errors import NoLogits as NoLogits
-from .errors import NoSession as NoSession
-from .errors import NotLoaded as NotLoaded
-from .errors import NotSupported as NotSupported
-from .errors import Overloaded as Overloaded
-from .errors import QueueFull as QueueFull
-from .errors import QueueTimeout as QueueTimeout
-from .errors import RequestError as RequestError
-from .errors import SeqCapacity as SeqCapacity
-from .errors import StickyBusy as StickyBusy
-from .errors import TranscriptMismatch as TranscriptMismatch
-from .errors import UnknownOption as UnknownOption
-from .kvcache.policy import SavePolicy as SavePolicy
-from .kvcache.tiers import DiskTier as DiskTier
-from .kvcache.tiers import RamFileTier as RamFileTier
-from .kvcache.tiers import RamTier as RamTier
-from .options import ContextOptions as ContextOptions
-from .options import EngineConfig as EngineConfig
-from .options import ModelOptions as ModelOptions
-from .types import CacheDelta as CacheDelta
-from .types import Completion as Completion
-from .types import Done as Done
-from .types import Event as Event
-from .types import Request as Request
-from .types import Stats as Stats
-from .types import Token as Token
-from .types import TokenId as TokenId
-from .types import TokenLogprob as TokenLogprob
+TYPE_CHECKING = False  # as type checkers know it; importing it from typing would cost most of the import
 
 if TYPE_CHECKING:
+    from .errors import AlreadyLoaded as AlreadyLoaded
+    from .errors import BatchOverflow as BatchOverflow
+    from .errors import ContextOverflow as ContextOverflow
+    from .errors import DecodeAborted as DecodeAborted
+    from .errors import DecodeFailed as DecodeFailed
+    from .errors import DecodeTimeout as DecodeTimeout
+    from .errors import EngineError as EngineError
+    from .errors import EngineReset as EngineReset
+    from .errors import ErllamaError as ErllamaError
+    from .errors import FetchFailed as FetchFailed
+    from .errors import HandleClosed as HandleClosed
+    from .errors import InvalidConfig as InvalidConfig
+    from .errors import InvalidContent as InvalidContent
+    from .errors import InvalidGrammar as InvalidGrammar
+    from .errors import InvalidOption as InvalidOption
+    from .errors import LoadFailed as LoadFailed
+    from .errors import MalformedGguf as MalformedGguf
+    from .errors import MissingConfig as MissingConfig
+    from .errors import MissingOption as MissingOption
+    from .errors import ModelCrashed as ModelCrashed
+    from .errors import ModelLoading as ModelLoading
+    from .errors import ModelWouldOom as ModelWouldOom
+    from .errors import NativeError as NativeError
+    from .errors import NativeLibraryError as NativeLibraryError
+    from .errors import NoLogits as NoLogits
+    from .errors import NoSession as NoSession
+    from .errors import NotLoaded as NotLoaded
+    from .errors import NotSupported as NotSupported
+    from .errors import Overloaded as Overloaded
+    from .errors import QueueFull as QueueFull
+    from .errors import QueueTimeout as QueueTimeout
+    from .errors import RequestError as RequestError
+    from .errors import SeqCapacity as SeqCapacity
+    from .errors import StickyBusy as StickyBusy
+    from .errors import TranscriptMismatch as TranscriptMismatch
+    from .errors import UnknownOption as UnknownOption
+    from .kvcache.policy import SavePolicy as SavePolicy
+    from .kvcache.tiers import DiskTier as DiskTier
+    from .kvcache.tiers import RamFileTier as RamFileTier
+    from .kvcache.tiers import RamTier as RamTier
+    from .options import ContextOptions as ContextOptions
+    from .options import EngineConfig as EngineConfig
+    from .options import ModelOptions as ModelOptions
     from .runtime.engine import Engine as Engine
     from .runtime.engine import open_engine as open_engine
     from .runtime.info import ModelInfo as ModelInfo
     from .runtime.info import RequestInfo as RequestInfo
     from .runtime.model import Model as Model
     from .runtime.model import collect as collect
+    from .types import CacheDelta as CacheDelta
+    from .types import Completion as Completion
+    from .types import Done as Done
+    from .types import Event as Event
+    from .types import Request as Request
+    from .types import Stats as Stats
+    from .types import Token as Token
+    from .types import TokenId as TokenId
+    from .types import TokenLogprob as TokenLogprob
 
-_LATE = {
-    "Engine": "runtime.engine",
-    "open_engine": "runtime.engine",
-    "ModelInfo": "runtime.info",
-    "RequestInfo": "runtime.info",
-    "Model": "runtime.model",
-    "collect": "runtime.model",
+    __version__: str
+
+_MODULES = {
+    "errors": (
+        "AlreadyLoaded",
+        "BatchOverflow",
+        "ContextOverflow",
+        "DecodeAborted",
+        "DecodeFailed",
+        "DecodeTimeout",
+        "EngineError",
+        "EngineReset",
+        "ErllamaError",
+        "FetchFailed",
+        "HandleClosed",
+        "InvalidConfig",
+        "InvalidContent",
+        "InvalidGrammar",
+        "InvalidOption",
+        "LoadFailed",
+        "MalformedGguf",
+        "MissingConfig",
+        "MissingOption",
+        "ModelCrashed",
+        "ModelLoading",
+        "ModelWouldOom",
+        "NativeError",
+        "NativeLibraryError",
+        "NoLogits",
+        "NoSession",
+        "NotLoaded",
+        "NotSupported",
+        "Overloaded",
+        "QueueFull",
+        "QueueTimeout",
+        "RequestError",
+        "SeqCapacity",
+        "StickyBusy",
+        "TranscriptMismatch",
+        "UnknownOption",
+    ),
+    "kvcache.policy": ("SavePolicy",),
+    "kvcache.tiers": (
+        "DiskTier",
+        "RamFileTier",
+        "RamTier",
+    ),
+    "options": (
+        "ContextOptions",
+        "EngineConfig",
+        "ModelOptions",
+    ),
+    "types": (
+        "CacheDelta",
+        "Completion",
+        "Done",
+        "Event",
+        "Request",
+        "Stats",
+        "Token",
+        "TokenId",
+        "TokenLogprob",
+    ),
+    "runtime.engine": (
+        "Engine",
+        "open_engine",
+    ),
+    "runtime.info": (
+        "ModelInfo",
+        "RequestInfo",
+    ),
+    "runtime.model": (
+        "Model",
+        "collect",
+    ),
 }
-__all__ = sorted({name for name in globals() if name[0].isupper() and name != "TYPE_CHECKING"} | set(_LATE))
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+_SUBMODULES = ("errors", "options", "types")
+__all__ = sorted(_HOME)  # strings, whatever the linter can see
 
 
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        if name not in _LATE:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from importlib import import_module
+        from importlib import import_module, metadata
 
-        return getattr(import_module(f".{_LATE[name]}", __name__), name)
+        if name in _HOME:
+            found = getattr(import_module(f".{_HOME[name]}", __name__), name)
+            return globals().setdefault(name, found)
+        if name in _SUBMODULES:
+            return import_module(f".{name}", __name__)
+        if name == "__version__":
+            try:
+                return metadata.version(__name__)
+            except metadata.PackageNotFoundError:
+                return "0+source"  # run from its sources, not installed
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_LATE} - {"TYPE_CHECKING"})
+        return sorted({*globals(), *_HOME, *_SUBMODULES} - {"TYPE_CHECKING"})

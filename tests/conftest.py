@@ -7,6 +7,7 @@ into the user's cache directory); where that fails, the test fails with the sent
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,12 +17,22 @@ import pytest
 from erllama import models
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPO), str(REPO / "tools")]  # developer scripts: `tools.libllama`, `make_tiny_gguf`
 
 from make_tiny_gguf import ALL_KINDS, make_tiny_gguf  # noqa: E402  # found through the line above
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts_arrive() -> Iterator[None]:
+    """Ctrl-C reaches the processes that tests start, also in a background job, whose shell ignores SIGINT."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

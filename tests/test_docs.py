@@ -24,6 +24,7 @@ import trio
 
 import erllama
 from erllama.cli import parser
+from erllama.engine.actor import ActorStatistics
 from erllama.errors import Reasons
 
 REPO = Path(__file__).resolve().parent.parent
@@ -157,7 +158,7 @@ def test_command_lines_are_accepted(block, line):
     """Each `erllama …` in the documentation is one that the parser accepts."""
     words = shlex.split(line.split("|")[-1], comments=True)
     command = next(i for i, word in enumerate(words) if word.endswith("erllama"))
-    assert parser.parse(words[command + 1 :]).run
+    assert parser.parse(words[command + 1 :]).command
 
 
 def test_reason_tables_are_complete():
@@ -180,8 +181,20 @@ def test_option_meanings_follow_the_code(monkeypatch):
         reference.option_tables()
 
 
+def test_errors_marked_as_not_raised_are_not():
+    """tools/reference.py lists exactly the classes that no module of the package raises."""
+    sources = [path.read_text() for path in (REPO / "erllama").rglob("*.py")]
+    kinds = [kind for branch in erllama.ErllamaError.__subclasses__() for kind in branch.__subclasses__()]
+    unraised = {
+        kind.__name__
+        for kind in kinds
+        if not any(re.search(rf"(?<!class )\b{kind.__name__}\(", text) for text in sources)
+    }
+    assert unraised == reference.NOT_RAISED
+
+
 def test_public_methods_are_in_the_reference():
-    """Every public method of Engine and Model and field of Completion stands in docs/reference/api.md."""
+    """Every public method of Engine and Model and field of a record stands in docs/reference/api.md."""
     page = (REPO / "docs/reference/api.md").read_text()
     names = [
         name
@@ -189,7 +202,8 @@ def test_public_methods_are_in_the_reference():
         for name, member in inspect.getmembers(kind)
         if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property))
     ]
-    names += erllama.Completion.__dataclass_fields__
+    for kind in (erllama.Completion, erllama.Stats, erllama.ModelInfo, erllama.RequestInfo, ActorStatistics):
+        names += kind.__dataclass_fields__
     missing = [name for name in names if not re.search(rf"\b{name}\b", page)]
     assert not missing
 

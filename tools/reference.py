@@ -36,14 +36,15 @@ MEANINGS: dict[type, dict[str, str]] = {
         "n_batch": "rows of one step at most",
         "n_ubatch": "rows that are computed at once; None: `n_batch`",
         "n_seq_max": "requests that run at the same time",
-        "n_threads": "CPU threads of a decode step; None: physical cores, at most the usable CPUs",
+        "n_threads": "CPU threads of a decode step; None: physical cores, at most the usable CPUs, and "
+        "fewer while other programs want them",
         "n_threads_batch": "CPU threads of a prefill step; None: `n_threads`",
         "flash_attn": "fused attention; `auto` uses it where the backend has it",
         "type_k": "element type of the cached keys; `q8_0` halves them",
         "type_v": "element type of the cached values",
         "kv_unified": "one cache for all sequences (prefixes can be shared) instead of one each",
-        "embeddings": "give vectors instead of text",
-        "pooling": "how token vectors become one; None: what the model says",
+        "embeddings": "not supported yet: True raises `NotSupported` at load",
+        "pooling": "not supported yet: anything but None raises `NotSupported` at load",
         "prefill_chunk_size": "prompt tokens of one request per step; `math.inf`: no limit; None: a quarter "
         "of `n_batch`, a multiple of 64",
         "step_target_s": "how long a step should take at most while others wait for a token",
@@ -73,6 +74,18 @@ MEANINGS: dict[type, dict[str, str]] = {
         "writer_max_concurrent": "saves written to files at once",
         "evict_save_timeout_s": "seconds an unload waits for what is still to be saved",
     },
+}
+
+
+# Classes that exist so that programs can name them, and that nothing in this version raises.
+NOT_RAISED = {
+    "MissingOption",
+    "ModelCrashed",
+    "ModelLoading",
+    "NoSession",
+    "QueueFull",
+    "QueueTimeout",
+    "TranscriptMismatch",
 }
 
 
@@ -124,7 +137,8 @@ def error_table() -> str:
 
 
 def _first(kind: type) -> str:
-    return " ".join((kind.__doc__ or "").split("\n\n")[0].split())
+    sentence = " ".join((kind.__doc__ or "").split("\n\n")[0].split())
+    return f"{sentence} *Not raised yet.*" if kind.__name__ in NOT_RAISED else sentence
 
 
 TABLES = {"options.md": ("options", option_tables), "errors.md": ("errors", error_table)}

@@ -12,7 +12,7 @@ import trio
 
 import erllama
 
-from .progress import bar, default_path
+from .progress import bar, default_path, show_warnings
 
 if TYPE_CHECKING:
     import argparse
@@ -51,7 +51,8 @@ class Round:
 
 def run(arguments: argparse.Namespace) -> None:
     """Load the default model and show it."""
-    trio.run(_demo)
+    with show_warnings():
+        trio.run(_demo)
 
 
 async def _demo() -> None:
@@ -110,8 +111,14 @@ async def _together(model: Any) -> Round:
 
 @contextmanager
 def _counting(title: str) -> Iterator[Counter]:
+    """A bar on a terminal; in a log, one line when the round begins and one when it is over."""
+    if not sys.stderr.isatty():
+        print(f"{title} …", flush=True)
     with bar(title) as draw:
-        yield Counter(draw)
+        count = Counter(draw)
+        yield count
+    if not sys.stderr.isatty():
+        print(f"  {count.n_tokens} tokens", flush=True)
 
 
 class Counter:

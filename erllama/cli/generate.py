@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -10,13 +11,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import trio
 
 import erllama
-from erllama.errors import InvalidContent, InvalidOption
+from erllama.errors import ContextOverflow, InvalidContent, InvalidGrammar, InvalidOption
 from erllama.options import ContextOptions, GenerationOptions
 
-from .progress import bar, default_path
+from .progress import bar, default_path, show_warnings
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterator
 
     from erllama.types import Completion
 
@@ -28,7 +30,8 @@ def run(arguments: argparse.Namespace) -> None:
     context = _checked(ContextOptions, arguments, {"n_ctx": arguments.n_ctx, "n_threads": arguments.threads})
     generation = _generation(arguments)
     prompt = arguments.prompt if arguments.prompt is not None else _read_stdin(arguments)
-    trio.run(_generate, arguments, context, generation, prompt)
+    with show_warnings():
+        trio.run(_generate, arguments, context, generation, prompt)
 
 
 async def _generate(
@@ -38,7 +41,8 @@ async def _generate(
     async with erllama.open_engine() as engine:
         with bar(f"Loading {path.name}") as draw:
             model = await engine.load_model(path, context=context, progress=draw)
-        completion = await _print_stream(model, prompt, generation)
+        with _in_words_of_the_command(arguments):
+            completion = await _print_stream(model, prompt, generation)
     if arguments.stats:
         print(_stats_line(completion), file=sys.stderr)
 
@@ -55,6 +59,18 @@ async def _print_stream(model: Any, prompt: str, generation: dict[str, Any]) -> 
                         print(flush=True)
                     return completion
     raise AssertionError("a stream ends with Done or an error")
+
+
+@contextmanager
+def _in_words_of_the_command(arguments: argparse.Namespace) -> Iterator[None]:
+    """Name the file and the argument that a failure is about."""
+    try:
+        yield
+    except InvalidGrammar as why:
+        raise InvalidGrammar(f"{arguments.grammar}: {why}", detail=why.detail) from None
+    except ContextOverflow as why:
+        hint = str(why).replace("load the model with a larger n_ctx", "give a larger --n-ctx")
+        raise ContextOverflow(hint, detail=why.detail) from None
 
 
 def _generation(arguments: argparse.Namespace) -> dict[str, Any]:

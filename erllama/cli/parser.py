@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The chosen command's arguments; `run` among them is the function to call.
+    """The chosen command's arguments; `command` names its module, `parser` complains for it.
 
     Raises: SystemExit 0 after help, 2 after a mistake.
     """
@@ -69,6 +69,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _build() -> tuple[Parser, dict[str, Parser]]:
     root = Parser(prog="erllama", description=ABOUT)
+    root.add_argument("--version", action=ShowVersion, nargs=0, help="print the version and exit")
     choices = root.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     commands = {
         "generate": _add_generate(choices),
@@ -78,26 +79,29 @@ def _build() -> tuple[Parser, dict[str, Parser]]:
         "version": choices.add_parser("version", help="versions of erllama, llama.cpp and the native build"),
     }
     for name, parser in commands.items():
-        parser.set_defaults(run=_late(name), parser=parser)
+        parser.set_defaults(command=name, parser=parser)
     return root, commands
 
 
-def _late(command: str) -> Any:
-    """Import a command's module when it is run."""
+class ShowVersion(argparse.Action):
+    """`--version`; the version is looked up only when somebody asks."""
 
-    def run(arguments: argparse.Namespace) -> None:
-        import importlib
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        """Print it and exit."""
+        import erllama
 
-        importlib.import_module(f"erllama.cli.{command}").run(arguments)
-
-    return run
+        print(f"erllama {erllama.__version__}")
+        parser.exit()
 
 
 def _add_generate(choices: Any) -> Parser:
     parser: Parser = choices.add_parser(
         "generate",
         help="continue a prompt and print it as it comes",
-        description="Continue a prompt and print the text as it comes.",
+        description=(
+            "Continue a prompt and print the text as it comes. The prompt goes to the model as it is:\n"
+            "one trained for chat wants its own marks around a question, see docs/guides/quickstart.md."
+        ),
         epilog=GENERATE_EXAMPLES,
     )
     add = parser.add_argument
@@ -105,20 +109,37 @@ def _add_generate(choices: Any) -> Parser:
     add("-p", "--prompt", metavar="TEXT", help="the text to continue (default: standard input)")
     add("--stats", action="store_true", help="afterwards, say on stderr how many tokens and how fast")
 
-    options = parser.add_argument_group("generation (defaults: the model's own, else llama.cpp's)")
+    options = parser.add_argument_group(
+        "generation", "What is left out comes from the model file, and else is what stands in brackets."
+    )
     add = options.add_argument
-    add("--max-tokens", type=int, metavar="N", help="stop after N tokens (64)")
+    add("--max-tokens", type=int, metavar="N", help="end after N tokens at the latest (default: 64)")
     add("--temperature", type=float, metavar="T", help="0 always takes the likeliest token (0.8)")
     add("--top-k", type=int, metavar="K", help="choose among the K likeliest; 0 is all (40)")
     add("--top-p", type=float, metavar="P", help="choose among the likeliest that sum up to P (0.95)")
     add("--min-p", type=float, metavar="P", help="drop tokens less likely than P × the likeliest (0.05)")
     add("--repetition-penalty", type=float, metavar="R", help="above 1 avoids repeating tokens (1.0)")
-    add("--seed", type=int, metavar="N", help="the same seed gives the same text (default: drawn)")
+    add(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="the same seed gives the same text (default: drawn; --stats tells it)",
+    )
     add("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
     add("--grammar", metavar="FILE", help="a GBNF file; only matching text is generated")
 
     machine = parser.add_argument_group("machine")
     add = machine.add_argument
-    add("--n-ctx", type=int, metavar="N", help="tokens of prompt and answer together (2048)")
-    add("--threads", type=int, metavar="N", help="CPU threads (default: physical cores)")
+    add(
+        "--n-ctx",
+        type=int,
+        metavar="N",
+        help="room for prompt and answer together, in tokens (default: 2048)",
+    )
+    add(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="CPU threads (default: physical cores, fewer while others are busy)",
+    )
     return parser

@@ -1,7 +1,8 @@
-"""Progress bars on stderr, and the default model with one."""
+"""Progress bars and warnings on stderr, and the default model with a bar."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -44,6 +45,25 @@ def bar(title: str, *, announce: bool = False) -> Iterator[Callable[[float], Non
     finally:
         if console.is_terminal:
             display.stop()
+
+
+class _OneLine(logging.Handler):
+    """Each record is one line on stderr, in the form of the command's errors."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print it."""
+        print(f"erllama: {' '.join(record.getMessage().split())}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def show_warnings() -> Iterator[None]:
+    """For the block, what erllama warns of appears on stderr."""
+    handler, log = _OneLine(logging.WARNING), logging.getLogger("erllama")
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
 
 
 async def default_path() -> Path:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import platform
-from importlib import metadata
 from typing import TYPE_CHECKING
 
+import erllama
 from erllama import models
 from erllama.llama.backend import build_info
 
@@ -18,21 +18,21 @@ def run(arguments: argparse.Namespace) -> None:
 
     Raises: `NativeLibraryError` when there is no usable build; the message says what to run.
     """
-    _line("erllama", _own_version())
+    _line("erllama", erllama.__version__)
     _line("python", f"{platform.python_version()} ({platform.system()} {platform.machine()})")
     _line("models", str(models.models_dir()))
     build = build_info()
-    _line("llama.cpp", build.llama_version + (f" ({build.pin})" if build.pin else ""))
+    _line("llama.cpp", f"{build.llama_version} ({_source(build.pin)})")
     _line("backend", build.backend)
     _line("cpu variant", build.cpu_variant or "built for this machine")
     _line("build", build.stamp)
 
 
-def _own_version() -> str:
-    try:
-        return metadata.version("erllama")
-    except metadata.PackageNotFoundError:
-        return "run from its sources, not installed"
+def _source(pin: dict[str, str] | None) -> str:
+    """Where the sources of llama.cpp came from."""
+    if pin is None:
+        return "from a folder of sources"
+    return f"from {pin['package']} {pin['version']}, commit {pin['commit'][:12]}"
 
 
 def _line(name: str, value: str) -> None:

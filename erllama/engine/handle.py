@@ -75,6 +75,7 @@ class Handle:
         Cancellation: the load is told to stop, waited for, and leaves nothing behind.
         """
         runner = make_runner(backend, model_id)
+        on_progress = _without_repeats(on_progress)
         try:
             with bare_errors():
                 async with trio.open_nursery() as nursery:
@@ -141,6 +142,21 @@ class Handle:
         """What the model is doing: a plain read."""
         s = self.actor.statistics()
         return "generating" if s.n_decoding else "prefilling" if s.n_prefilling else "idle"
+
+
+def _without_repeats(on_progress: Progress | None) -> Progress | None:
+    """The same callback, called only when the fraction has changed."""
+    if on_progress is None:
+        return None
+    last: float | None = None
+
+    def report(fraction: float) -> None:
+        nonlocal last
+        if fraction != last:
+            last = fraction
+            on_progress(fraction)
+
+    return report
 
 
 async def _poll(fraction: Callable[[], float], on_progress: Progress) -> None:

@@ -95,6 +95,7 @@ class LlamaBackend:
         self._model = model = llama.Model.open(self._path, self._model_options, progress=self._progress)
         self._params = _native_params(self._options, model.facts)
         self._context = context = self._open_context(model)
+        _warn_of_what_will_disappoint(self._path, self._options, self._model_options, model.facts)
         self._batch = llama.Batch(context.n_batch, self._params.n_seq_max)
         self._kind = context.memory_kind
         if self._kind is MemoryKind.NONE:
@@ -401,6 +402,22 @@ def _native_params(options: ContextOptions, facts: llama.ModelFacts) -> llama.Co
         embeddings=options.embeddings,
         pooling=options.pooling,
     )
+
+
+def _warn_of_what_will_disappoint(
+    path: str, options: ContextOptions, model: ModelOptions, facts: llama.ModelFacts
+) -> None:
+    """What llama.cpp accepts and the user will not like."""
+    if facts.n_ctx_train and (options.n_ctx or 0) > facts.n_ctx_train:
+        log.warning(
+            "%s was trained for %d tokens; with n_ctx=%d, text beyond them is likely to be nonsense",
+            *(path, facts.n_ctx_train, options.n_ctx),
+        )
+    if model.n_gpu_layers != 0 and not any(device.kind in ("gpu", "igpu") for device in llama.devices()):
+        log.warning(
+            "n_gpu_layers=%d has no effect: there is no GPU that this build of erllama can use",
+            model.n_gpu_layers,
+        )
 
 
 def _status(rc: int, cause: str | None) -> StepStatus:

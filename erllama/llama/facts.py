@@ -57,7 +57,7 @@ class ModelFacts:
     def unsupported(self) -> str | None:
         """Why erllama cannot run this model, or None."""
         if self.vocab_only:
-            return "only its vocabulary is loaded"
+            return "only its vocabulary is loaded; leave ModelOptions(vocab_only=True) out"
         if self.has_encoder and self.has_decoder:
             return "it is an encoder-decoder model"
         if self.has_encoder:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 PACKAGE_DIR = Path(__file__).resolve().parent
 NATIVE_DIR = PACKAGE_DIR / "_native"
 BUILD_COMMAND = "python build_libllama.py"
+CHECKOUT = PACKAGE_DIR.parent.parent  # where the sources lie, if this is no installation
 
 OUT_OF_MEMORY = 1  # struct el_error.kind
 
@@ -122,6 +123,14 @@ def choose_native_dir(root: Path = NATIVE_DIR) -> Path:
     return built[0] if built else root / "cpu"
 
 
+def build_advice(backend: str, checkout: Path = CHECKOUT) -> str:
+    """What to run to have this backend's library: a build among the sources, else a new installation."""
+    if (checkout / "build_libllama.py").is_file():
+        return f"run: {BUILD_COMMAND}" + ("" if backend == "cpu" else f" --backend {backend}")
+    chosen = "" if backend == "cpu" else f"ERLLAMA_BACKEND={backend} "
+    return f"install it again: {chosen}pip install --force-reinstall --no-binary erllama erllama"
+
+
 def load(native_dir: Path, package_dir: Path = PACKAGE_DIR) -> Library:
     """Import the binding in `native_dir` and check its stamp."""
     expected = stamp.expected_stamp(native_dir, package_dir)
@@ -129,7 +138,7 @@ def load(native_dir: Path, package_dir: Path = PACKAGE_DIR) -> Library:
     if expected is None or path is None:
         raise NativeLibraryError(
             f"erllama's native library is not built ({native_dir} holds no binding for this Python); "
-            f"run: {BUILD_COMMAND}",
+            f"{build_advice(native_dir.name)}",
             detail={"path": str(native_dir)},
         )
     name = f"erllama.llama._native.{native_dir.name}._binding"
@@ -141,7 +150,7 @@ def load(native_dir: Path, package_dir: Path = PACKAGE_DIR) -> Library:
         loader.exec_module(binding)
     except ImportError as error:
         raise NativeLibraryError(
-            f"erllama's native library cannot be loaded ({error}); run: {BUILD_COMMAND}",
+            f"erllama's native library cannot be loaded ({error}); {build_advice(native_dir.name)}",
             detail={"path": str(path)},
         ) from error
     found = Library(binding, native_dir)
@@ -149,7 +158,7 @@ def load(native_dir: Path, package_dir: Path = PACKAGE_DIR) -> Library:
     if actual != expected:
         raise NativeLibraryError(
             f"erllama's native library was built from other sources ({actual}, expected {expected}); "
-            f"run: {BUILD_COMMAND}",
+            f"{build_advice(native_dir.name)}",
             detail={"path": str(path), "actual": actual, "expected": expected},
         )
     sys.modules.setdefault(name, binding)

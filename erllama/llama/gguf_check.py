@@ -26,7 +26,10 @@ def check_gguf(path: str, *, vocab_only: bool = False) -> None:
     try:
         # Asked first: opening a pipe waits for its other end.
         if not stat.S_ISREG(os.stat(path).st_mode):
-            raise InvalidConfig(f"{path} is not a file", detail={"key": "model", "value": path})
+            raise InvalidConfig(
+                f"{path} is a folder or a device, not a file; name a GGUF file",
+                detail={"key": "model", "value": path},
+            )
         with open(path, "rb") as file:
             head = file.read(HEADER.size)
             n_bytes = os.fstat(file.fileno()).st_size
@@ -36,13 +39,25 @@ def check_gguf(path: str, *, vocab_only: bool = False) -> None:
         ) from error
     detail = {"path": path, "n_bytes": n_bytes}
     if head[:4] != b"GGUF":
-        raise MalformedGguf(f"{path} is not a GGUF file (it starts with {head[:4]!r})", detail=detail)
+        raise MalformedGguf(_not_gguf(path, head[:4]), detail=detail)
     if len(head) < HEADER.size:
-        raise MalformedGguf(f"{path} ends inside its header ({n_bytes} bytes)", detail=detail)
+        raise MalformedGguf(
+            f"{path} ends inside its header ({n_bytes} bytes); download it again", detail=detail
+        )
     _, version, n_tensors, n_entries = HEADER.unpack(head)
     if version not in VERSIONS:
-        raise MalformedGguf(f"{path} has GGUF version {version}; known are {VERSIONS}", detail=detail)
+        raise MalformedGguf(
+            f"{path} has GGUF version {version}; known are {VERSIONS}: get a newer file", detail=detail
+        )
     if n_tensors > MAX_ENTRIES or n_entries > MAX_ENTRIES:
-        raise MalformedGguf(f"{path} claims {n_tensors} tensors and {n_entries} entries", detail=detail)
+        raise MalformedGguf(
+            f"{path} claims {n_tensors} tensors and {n_entries} entries: it is damaged; download it again",
+            detail=detail,
+        )
     if n_tensors == 0 and not vocab_only:
         raise NotSupported(f"{path} holds a vocabulary but no weights", detail=detail)
+
+
+def _not_gguf(path: str, start: bytes) -> str:
+    starts = f"it starts with {start!r}" if start else "it is empty"
+    return f"{path} is not a GGUF file ({starts}); name a model in llama.cpp's format, most end in .gguf"

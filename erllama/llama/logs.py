@@ -1,7 +1,8 @@
 """llama.cpp's log lines, into Python's logging.
 
 The native callback queues lines (shim_log.cpp); one daemon thread here takes them out and logs them
-as `llama.cpp`. `captured()` additionally collects the lines of the calling thread, for error messages.
+as `llama.cpp`: warnings and errors as such, all else as DEBUG. `captured()` additionally collects the
+lines of the calling thread, for error messages.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("llama.cpp")
 log.addHandler(logging.NullHandler())  # without any handler Python would print warnings to stderr
 
-# ggml.h: enum ggml_log_level
-LEVELS = {0: logging.INFO, 1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
+# ggml.h: enum ggml_log_level. Its INFO is for developers of llama.cpp: hundreds of lines a load.
+LEVELS = {3: logging.WARNING, 4: logging.ERROR}
+# Errors that only say that a decode was aborted (ggml.h: status 1; llama.h: code 2), which was our doing.
+OUR_ABORTS = ("failed to compute graph, compute status: 1", "failed to decode, ret = 2")
 DEBUG, INFO, WARN, ERROR = 1, 2, 3, 4
 
 WAIT_MS = 60_000  # an upper bound only: a line or a shutdown wakes the thread at once
@@ -70,7 +73,8 @@ def _emit(lib: Library, line: Any) -> None:
     text = lib.ffi.buffer(line.text, line.n_bytes)[:].decode("utf-8", "replace")
     if line.n_dropped:
         log.warning("%d log lines of llama.cpp were dropped", line.n_dropped)
-    log.log(LEVELS.get(line.level, logging.INFO), "%s", text, extra={"native_thread": line.thread_id})
+    level = logging.DEBUG if text.endswith(OUR_ABORTS) else LEVELS.get(line.level, logging.DEBUG)
+    log.log(level, "%s", text, extra={"native_thread": line.thread_id})
 
 
 @dataclass

@@ -175,8 +175,15 @@ def _classified(path: str, log: logs.CapturedLog, *, cancelled: bool) -> Excepti
     if any(sign in text for sign in MEMORY_FAULTS):
         return LoadFailed(f"{path}: not enough memory: {said}", reason="oom", detail=detail)
     if any(sign in text for sign in FILE_FAULTS):
-        return MalformedGguf(f"{path}: {said}", detail=detail)
+        advice = (
+            "the file is damaged or incomplete; download it again" if _is_cut(text) else "not a usable GGUF"
+        )
+        return MalformedGguf(f"{path}: {advice} ({said})", detail=detail)
     return LoadFailed(f"{path}: {said}", detail=detail)
+
+
+def _is_cut(text: str) -> bool:
+    return any(sign in text for sign in ("file bounds", "incomplete", "failed to read", "end of file"))
 
 
 def _without_path(text: str, path: str) -> str:

@@ -67,7 +67,11 @@ class ContextParams:
             )
         quantised_v = self.type_v not in ("f16", "f32", "bf16")
         if quantised_v and self.flash_attn is False:
-            raise NotSupported(f"type_v={self.type_v!r} needs flash attention", detail={"key": "type_v"})
+            raise NotSupported(
+                f"type_v={self.type_v!r} needs flash attention; leave flash_attn=False out, "
+                "or choose type_v='f16'",
+                detail={"key": "type_v"},
+            )
 
     @property
     def n_rows(self) -> int:

@@ -114,7 +114,7 @@ class SamplerChain:
         if code == REFUSED_BY_GRAMMAR:
             return InvalidGrammar(f"the grammar does not allow token {token} here", detail={"token": token})
         if code == NOTHING_ALLOWED:
-            return InvalidGrammar("no token of the vocabulary is allowed here")
+            return InvalidGrammar("the grammar allows no token of the vocabulary here")
         if code == NOT_A_NUMBER:
             return DecodeFailed("the logits hold NaN", rc=0)
         return NoLogits("the last decode left no logits for this row")
@@ -194,11 +194,13 @@ def _grammar(lib: Library, vocab: Vocab, text: str) -> Any:
     fault = lib.ffi.new("struct el_grammar_fault *")
     if not lib.grammar_check(vocab._ptr, data, fault):
         said = lib.ffi.string(fault.message).decode("utf-8", "replace")
-        raise InvalidGrammar(f"line {fault.line}: {said}", detail={"line": fault.line, "message": said})
+        raise InvalidGrammar(
+            f"the grammar, line {fault.line}: {said}", detail={"line": fault.line, "message": said}
+        )
     with logs.captured(lib) as log:
         grammar = lib.sampler_init_grammar(vocab._ptr, data, b"root")
     if grammar == lib.ffi.NULL:
-        raise InvalidGrammar(log.tail(), detail={"message": log.tail()})
+        raise InvalidGrammar(f"the grammar: {log.tail()}", detail={"message": log.tail()})
     return grammar
 
 
@@ -207,10 +209,10 @@ def _grammar_bytes(text: str) -> bytes:
         data = text.encode()
     except UnicodeEncodeError as error:
         raise InvalidGrammar(
-            f"a lone surrogate at position {error.start}", detail={"position": error.start}
+            f"the grammar has a lone surrogate at position {error.start}", detail={"position": error.start}
         ) from None
     if not text.strip() or "\0" in text:
-        raise InvalidGrammar("an empty grammar" if not text.strip() else "a NUL byte in the grammar")
+        raise InvalidGrammar("the grammar is empty" if not text.strip() else "the grammar has a NUL byte")
     if len(data) > MAX_GRAMMAR_BYTES:
-        raise InvalidGrammar(f"a grammar of {len(data)} bytes; the most is {MAX_GRAMMAR_BYTES}")
+        raise InvalidGrammar(f"the grammar has {len(data)} bytes; the most is {MAX_GRAMMAR_BYTES}")
     return data

@@ -87,8 +87,8 @@ def check_fits(model: Model, params: ContextParams, model_ptr: Any) -> None:
         use = _measured(model, params, model_ptr, free) or use
     if use.total_bytes > free:
         raise ModelWouldOom(
-            f"a context of {params.n_ctx} tokens needs about {use.total_bytes >> 20} MiB; "
-            f"{free >> 20} MiB may be used",
+            f"a context of {params.n_ctx} tokens needs about {use.total_bytes / 2**30:.1f} GiB and "
+            f"{free / 2**30:.1f} GiB may be used; choose a smaller n_ctx",
             detail={"kv_bytes": use.kv_bytes, "compute_bytes": use.compute_bytes, "available_bytes": free},
         )
 

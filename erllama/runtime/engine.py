@@ -93,8 +93,8 @@ class Engine:
         `progress` gets fractions from 0 to 1 in the trio thread. `backend` may be an object of one's own
         that implements `erllama.backend.Backend`; it needs no path.
         Raises: `UnknownOption`, `MissingConfig` (no path), `InvalidConfig` (no file there), `AlreadyLoaded`,
-        `MalformedGguf`, `NotSupported`, `ModelWouldOom`, `LoadFailed`, `NativeLibraryError`, `HandleClosed`
-        (the engine is).
+        `MalformedGguf`, `NotSupported`, `ModelWouldOom`, `LoadFailed`, `NativeLibraryError`,
+        `HandleClosed` (the engine is).
         Cancellation: the load is abandoned, waited for and leaves nothing behind.
         """
         require_home(self._home)
@@ -112,6 +112,11 @@ class Engine:
                     f"load_model: {name}={given!r}: expected {wanted.__name__}",
                     detail={"key": name, "value": given},
                 )
+        if progress is not None and not callable(progress):
+            raise InvalidOption(
+                f"load_model: progress={progress!r}: expected a function of one number",
+                detail={"key": "progress", "value": progress},
+            )
         asked = context or ContextOptions()
         context_options = asked.resolved()
         self._check_tier(tier)
@@ -284,6 +289,8 @@ def _make_backend(
         )
     if path is None:
         raise MissingConfig("load_model needs the path of a GGUF file")
+    if not isinstance(path, str | os.PathLike):
+        raise InvalidConfig(f"{path!r} is no path; name a GGUF file", detail={"key": "path", "value": path})
     file = os.path.expanduser(os.fspath(path))
     if "\0" in file or not os.path.isfile(file):
         raise InvalidConfig(_no_file(file), detail={"key": "path", "value": file})

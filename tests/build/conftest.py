@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import tarfile
 
 import pytest
@@ -18,6 +19,9 @@ FILES = {
     "common/chat.h": b"\n",
     "src/llama.cpp": b"int llama_x(void) { return 1; }\n",
 }
+
+
+USER_CACHE = os.environ.get("ERLLAMA_CACHE_DIR")
 
 
 class Said(io.StringIO):
@@ -49,6 +53,15 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("ERLLAMA_CACHE_DIR", str(folder))
     monkeypatch.delenv("ERLLAMA_CPU_VARIANT", raising=False)
     return folder
+
+
+@pytest.fixture
+def user_cache(cache, monkeypatch):
+    """The user's own cache folder after all, for a test that needs what `make build` left there."""
+    if USER_CACHE is None:
+        monkeypatch.delenv("ERLLAMA_CACHE_DIR")
+    else:
+        monkeypatch.setenv("ERLLAMA_CACHE_DIR", USER_CACHE)
 
 
 @pytest.fixture

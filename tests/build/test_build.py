@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from tools.libllama import build, cli, install, native, runtime, toolchain
 from tools.libllama.errors import BuildError
-from tools.libllama.folders import published
+from tools.libllama.folders import locked, published
 from tools.libllama.profile import Platform, plan_profile
 from tools.libllama.source import Source
 
@@ -31,16 +36,17 @@ class Workshop:
         monkeypatch.setattr(build, "BUILD_ROOT", self.root)
         monkeypatch.setattr(build, "read_pin", lambda: pin)
         monkeypatch.setattr(build, "is_unpacked", lambda: False)
-        monkeypatch.setattr(build, "remove_tree", lambda: None)
+        monkeypatch.setattr(build, "remove_sources", lambda _: None)
         monkeypatch.setattr(build, "pinned_source", lambda *_: self.source)
         monkeypatch.setattr(build, "_compile", self.compile)
         monkeypatch.setattr(install, "ensure_binding", self.bind)
+        monkeypatch.setattr(install, "check_linkage", lambda _: None)
         monkeypatch.setattr(runtime.variant, "choose", self.choose)
         monkeypatch.setattr(
-            build, "find_compilers", lambda: toolchain.Compilers(cc="cc", cxx="c++", id="fake 1")
+            build, "find_compilers", lambda: toolchain.Compilers(cc=("cc",), cxx=("c++",), id="fake 1")
         )
 
-    def compile(self, source, profile, _compilers, _jobs, entry, _progress):
+    def compile(self, source, profile, _compilers, _jobs, _recipe, entry, _progress):
         self.compiles.append(profile)
         folder = self.root / profile.backend / "bin"
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,7 +56,7 @@ class Workshop:
             (folder / name).write_text("program")
         native.publish_entry(folder.parent, source, profile, entry)
 
-    def bind(self, base, _entry, _cxx, _progress):
+    def bind(self, base, _entry, _cxx, _progress, _lock):
         target = runtime.cache_dir() / "bindings" / "one"
         with published(target) as partial:
             (partial / install.binding.extension_name()).write_text("binding")
@@ -154,6 +160,131 @@ def test_clean_starts_over(workshop, progress):
     assert len(workshop.compiles) == 2
 
 
+def test_clean_waits_for_whoever_is_at_work(workshop, progress, said):
+    """--clean of one build does not remove the folder that another one compiles or installs into."""
+    for folder in (workshop.root / "cpu", workshop.native_dir / "cpu"):
+        folder.mkdir(parents=True)
+        with locked(folder.with_name(".cpu.lock"), waiting=pytest.fail):
+            clean = threading.Thread(target=build._clean, args=["cpu", progress])
+            clean.start()
+            while str(folder.with_name(".cpu.lock")) not in said.getvalue():
+                time.sleep(0.01)
+            assert folder.exists()
+        clean.join()
+        assert not folder.exists()
+        assert folder.with_name(".cpu.lock").exists()
+
+
+class Binder:
+    """Stands in for the compile of the binding."""
+
+    def __init__(self, monkeypatch):
+        self.n_compiled = 0
+        monkeypatch.setattr(install.binding, "build_binding", self.build)
+
+    def build(self, *, out_dir, stamp, **_):
+        self.n_compiled += 1
+        out_dir.mkdir()
+        (out_dir / install.binding.extension_name()).write_text("binding")
+        runtime.stamp.write_stamp(out_dir, stamp, "sources")
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_a_damaged_binding_in_the_cache_is_compiled_again(monkeypatch, progress, tmp_path, damage):
+    """A cached binding that has lost bytes (or itself) heals with the next build."""
+    binder = Binder(monkeypatch)
+    for _ in range(2):
+        bound = install.ensure_binding("base", tmp_path, ("c++",), progress, 0)
+    assert binder.n_compiled == 1
+    library = bound / install.binding.extension_name()
+    library.unlink()
+    if damage == "cut":
+        library.write_text("bind")
+    install.ensure_binding("base", tmp_path, ("c++",), progress, 0)
+    assert binder.n_compiled == 2
+    assert library.read_text() == "binding"
+
+
+def test_the_installed_binding_is_a_copy(workshop, progress):
+    """What happens to the installed binding does not happen to the one in the cache."""
+    built = build.run(build.Request(backend="cpu"), progress)
+    name = install.binding.extension_name()
+    assert not (built.native_dir / name).samefile(runtime.cache_dir() / "bindings" / "one" / name)
+
+
+def test_clean_forgets_the_cached_binding_too(workshop, progress, monkeypatch):
+    """--clean leaves nothing that was built before, the binding included."""
+    folder = runtime.cache_dir() / "bindings" / "mine"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(install, "binding_dir", lambda _: folder)
+    build.run(build.Request(backend="cpu"), progress)
+    assert folder.exists()
+    build.run(build.Request(backend="cpu", clean=True), progress)
+    assert not folder.exists()
+
+
+def refused(capsys, *arguments):
+    """What the command line says about a build that it refuses; never a traceback."""
+    assert cli.main(["--backend", "cpu", *arguments]) == 1
+    return capsys.readouterr().err
+
+
+def test_a_cache_that_is_a_file_is_a_sentence(workshop, cache, capsys):
+    """ERLLAMA_CACHE_DIR names a file: the path, and that the variable can be changed."""
+    cache.parent.mkdir(exist_ok=True)
+    shutil.rmtree(cache, ignore_errors=True)
+    cache.write_text("x")
+    said = refused(capsys)
+    assert "a file is where a folder has to be" in said
+    assert f"ERLLAMA_CACHE_DIR (now {cache})" in said
+
+
+def test_a_native_folder_that_is_a_file_is_a_sentence(workshop, capsys):
+    """_native is a file: named, and the cache variable is not blamed."""
+    workshop.native_dir.write_text("x")
+    said = refused(capsys)
+    assert f"a file is where a folder has to be ({workshop.native_dir})" in said
+    assert "ERLLAMA_CACHE_DIR" not in said
+
+
+def test_a_checkout_that_cannot_be_written_is_a_sentence(workshop, capsys, monkeypatch):
+    """A read-only file system under the checkout."""
+    real = os.open
+
+    def read_only(path, flags, *more):
+        if str(path).startswith(str(workshop.native_dir)) and flags & os.O_CREAT:
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return real(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", read_only)
+    assert "the file system is read-only" in refused(capsys)
+
+
+def test_a_user_s_tree_with_a_dangling_link_builds(workshop, progress, tmp_path):
+    """--source with a link that leads nowhere is a tree like any other."""
+    (tmp_path / "model" / "dangling").symlink_to("nowhere")
+    build.run(build.Request(backend="cpu", source=tmp_path / "model"), progress)
+    assert workshop.compiles
+
+
+def test_a_user_s_tree_that_changes_meanwhile_is_not_cached(tmp_path, progress, monkeypatch, pin):
+    """An edit during the compile: what came out has no name, so it is not kept."""
+    from tools.libllama.source import user_source
+
+    source = user_source(tmp_path / "model")
+    monkeypatch.setattr(build, "BUILD_ROOT", tmp_path / "build")
+    monkeypatch.setattr(build, "find_toolchain", lambda _: None)
+    monkeypatch.setattr(build, "configure", lambda *_: None)
+    monkeypatch.setattr(
+        build, "compile_targets", lambda *_: (tmp_path / "model" / "CMakeLists.txt").write_text("edited")
+    )
+    profile = plan_profile("cpu", Platform.here(), commit="0" * 40)
+    entry = native.entry_dir("x")
+    with pytest.raises(BuildError, match="was changed while it was compiled"):
+        build._compile(source, profile, None, 1, "recipe", entry, progress)
+    assert not entry.exists()
+
+
 def test_a_native_build_that_faults_leads_to_the_portable_one(workshop, progress, monkeypatch, said):
     """B20: --native on a CPU that lies about AMX is built a second time, without it, and works."""
 
@@ -212,9 +343,11 @@ def test_the_key_covers_what_the_compiler_s_output_depends_on(monkeypatch):
         native.native_key("a", plain, "gcc 13", linux),
         native.native_key("a", plain, "gcc 12", Platform(system="linux", machine="aarch64")),
     }
-    monkeypatch.setenv("CXXFLAGS", "-g")
-    keys.add(native.native_key("a", plain, "gcc 12", linux))
-    assert len(keys) == 6
+    keys.add(native.native_key("a", plain, "gcc 12", linux, "nvcc 12"))
+    for name in ("CXXFLAGS", "MACOSX_DEPLOYMENT_TARGET", "SDKROOT", "CUDAARCHS", "CPLUS_INCLUDE_PATH"):
+        monkeypatch.setenv(name, "x")
+        keys.add(native.native_key("a", plain, "gcc 12", linux))
+    assert len(keys) == 11
 
 
 def test_an_incomplete_compile_is_not_cached(workshop, tmp_path):

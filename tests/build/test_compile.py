@@ -44,7 +44,7 @@ def tools(tmp_path):
     """A toolchain of shell scripts that write down how they were called."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    compilers = toolchain.Compilers(cc="/bin/cc", cxx="/bin/c++", id="fake 1")
+    compilers = toolchain.Compilers(cc=("/bin/cc",), cxx=("/bin/c++",), id="fake 1")
     return toolchain.Toolchain(
         compilers=compilers,
         cmake=program(folder, "cmake", FAKE_CMAKE.format(folder=folder)),
@@ -172,7 +172,6 @@ def test_a_ctrl_c_that_only_ninja_heard_is_an_interrupt(tmp_path):
         compiling.run_logged(command, log=tmp_path / "log", on_line=str, lock_fd=None, what="Compiling")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a child with its parent")
 def test_kill_9_of_the_build_ends_the_running_command(tmp_path):
     """No compiler goes on in the background when the build is killed."""
     code = f"""
@@ -202,6 +201,39 @@ def only(monkeypatch, folder):
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(toolchain.sys, "executable", str(folder / "python"))
+
+
+def test_a_compiler_with_a_launcher_and_options(monkeypatch, tmp_path):
+    """CXX may be a command: its first word is looked up, the rest is kept; options make another build."""
+    only(monkeypatch, tmp_path)
+    program(tmp_path, "cc", "#!/bin/sh\necho cc 1\n")
+    program(tmp_path, "g++", "#!/bin/sh\necho g++ 12\n")
+    program(tmp_path, "ccache", "#!/bin/sh\nshift\necho g++ 12\n")
+    monkeypatch.setenv("CXX", "g++")
+    plain = toolchain.find_compilers()
+    monkeypatch.setenv("CXX", "ccache g++")
+    cached = toolchain.find_compilers()
+    assert cached.cxx == (f"{tmp_path}/ccache", "g++")
+    assert cached.id == plain.id
+    monkeypatch.setenv("CXX", "g++ -m32")
+    assert toolchain.find_compilers().id == f"{plain.id} -m32"
+    monkeypatch.setenv("CXX", "g++ '")
+    with pytest.raises(BuildError, match="No C"):
+        toolchain.find_compilers()
+
+
+def test_a_toolkit_s_version_is_part_of_a_gpu_build(monkeypatch, tmp_path):
+    """CUDA, HIP and Vulkan name their compiler's version; a CPU build has none to name."""
+    only(monkeypatch, tmp_path)
+    for name in ("nvcc", "hipcc", "glslc"):
+        program(tmp_path, name, f"#!/bin/sh\necho {name} 1\necho release 2\n")
+    monkeypatch.delenv("CUDACXX", raising=False)
+    monkeypatch.delenv("HIPCXX", raising=False)
+    monkeypatch.setattr(toolchain.sys, "platform", "linux")
+    assert toolchain.toolkit_id("cpu") == ""
+    assert toolchain.toolkit_id("cuda") == "nvcc 1\nrelease 2\n"
+    assert toolchain.toolkit_id("hip").startswith("hipcc 1")
+    assert toolchain.toolkit_id("vulkan").startswith("glslc 1")
 
 
 def test_no_compiler_says_what_to_install(monkeypatch, tmp_path):

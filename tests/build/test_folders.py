@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -74,6 +76,67 @@ def test_a_killed_assembly_is_cleaned_up_by_the_next(tmp_path):
     assert names(tmp_path / "done") == ["whole"]
 
 
+@pytest.mark.parametrize("can_exchange", [True, False])
+@pytest.mark.parametrize("at", ["before", "between", "after"])
+def test_killed_while_changing_places_a_whole_folder_is_there(tmp_path, monkeypatch, at, can_exchange):
+    """kill -9 (here: an exception that skips the clean-up) at any step of a replacement loses no folder."""
+    target = tmp_path / "done"
+    with folders.published(target) as partial:
+        (partial / "old").touch()
+
+    class Killed(BaseException):
+        pass
+
+    def dying(name, wrapped):
+        def call(*arguments):
+            steps.append(name)
+            if at == "before" or (at == "between" and len(steps) == 2):
+                raise Killed
+            result = wrapped(*arguments)
+            if at == "after" and arguments[-1] == target and result is not False:
+                raise Killed
+            return result
+
+        return call
+
+    steps = []
+    if not can_exchange:
+        monkeypatch.setattr(folders, "_exchange", lambda *_: False)
+    with monkeypatch.context() as patch:
+        patch.setattr(folders.Path, "rename", dying("rename", Path.rename))
+        patch.setattr(folders, "_exchange", dying("exchange", folders._exchange))
+        patch.setattr(folders.shutil, "rmtree", lambda *_, **__: None)
+        with contextlib.suppress(Killed), folders.published(target) as partial:
+            (partial / "new").touch()
+    folders.remove_leftovers(target)
+    assert names(target) in (["old"], ["new"])
+    assert names(target) == ["new"] or at != "after"
+
+
+def test_two_folders_change_places_in_one_step(tmp_path):
+    """Where the system can, there is no moment without a folder at the place."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    if folders._exchange(tmp_path / "a", tmp_path / "b"):
+        assert (names(tmp_path / "a"), names(tmp_path / "b")) == (["b"], ["a"])
+    else:
+        assert sys.platform != "linux" or os.uname().release < "3.15"
+
+
+def test_readers_share_a_lock_and_keep_writers_out(tmp_path):
+    """Two builds may read the sources at once; who changes them waits for both."""
+    lock = tmp_path / "lock"
+    with (
+        folders.locked(lock, waiting=pytest.fail, shared=True) as one,
+        folders.locked(lock, waiting=pytest.fail, shared=True),
+    ):
+        assert one > 2
+        code = f"import fcntl; fcntl.flock(open({str(lock)!r}), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert "BlockingIOError" in done.stderr
+
+
 def test_two_builds_take_turns(tmp_path):
     """The second build waits for the first, and says whom it waits for."""
     lock = tmp_path / "lock"
@@ -104,30 +167,51 @@ def test_a_child_that_outlives_the_build_keeps_its_lock(tmp_path):
     assert len(said) == 1
 
 
-def test_too_little_room_is_told_before_the_work(tmp_path):
+def test_too_little_room_is_told_before_the_work(tmp_path, cache):
     """The check names the folder and both sizes, also where the folder does not exist yet."""
     with pytest.raises(BuildError, match="Not enough disk space for the archive") as caught:
-        folders.require_space(tmp_path / "not" / "yet", 2**60, "the archive")
+        folders.require_space(cache / "not" / "yet", 2**60, "the archive")
     assert "ERLLAMA_CACHE_DIR" in caught.value.advice
+    with pytest.raises(BuildError, match="compiling") as caught:
+        folders.require_space(tmp_path / "not" / "yet", 2**60, "compiling")
+    assert "ERLLAMA_CACHE_DIR" not in caught.value.advice
 
 
 @pytest.mark.parametrize(
     ("number", "words"),
-    [(errno.ENOSPC, "disk is full"), (errno.EROFS, "read-only"), (errno.EACCES, "permission is denied")],
+    [
+        (errno.ENOTDIR, "a file is where a folder has to be"),
+        (errno.EEXIST, "a file is where a folder has to be"),
+        (errno.ENOENT, "no such file or directory"),
+        (errno.EIO, "input/output error"),
+        (errno.ENOSPC, "disk is full"),
+        (errno.EROFS, "read-only"),
+        (errno.EACCES, "permission is denied"),
+    ],
 )
 def test_a_disk_that_fails_is_one_sentence(number, words):
     """A full or locked disk in the middle of a step becomes a sentence with the file's name."""
     with (
-        pytest.raises(BuildError, match=rf"Unpacking failed: .*{words} \(/x/y\)"),
-        folders.disk_errors("Unpacking"),
+        pytest.raises(BuildError, match=rf"Unpacking failed: .*{words} \(/x/y\)") as caught,
+        folders.disk_errors("Unpacking", Path("/x")),
     ):
         raise OSError(number, os.strerror(number), "/x/y")
+    assert "ERLLAMA_CACHE_DIR" not in caught.value.advice
+
+
+def test_of_a_copy_the_target_is_named(cache):
+    """A full disk is the disk that is written to, and only the cache's can be moved by a variable."""
+    with pytest.raises(BuildError, match=r"\(/target/b\)"), folders.disk_errors("Installing", Path("/x")):
+        raise OSError(errno.ENOSPC, "full", str(cache / "a"), None, "/target/b")
+    with pytest.raises(BuildError, match=r"cache") as caught, folders.disk_errors("Keeping", cache / "x"):
+        raise OSError(errno.ENOSPC, "full")
+    assert "ERLLAMA_CACHE_DIR" in caught.value.advice
 
 
 def test_other_errors_pass():
-    """What is no disk trouble is not dressed up as such."""
-    with pytest.raises(FileNotFoundError), folders.disk_errors("Unpacking"):
-        raise FileNotFoundError(errno.ENOENT, "no such file", "/x")
+    """What does not come from the operating system is not dressed up as if it did."""
+    with pytest.raises(ValueError, match="x"), folders.disk_errors("Unpacking", Path("/x")):
+        raise ValueError("x")
 
 
 def test_a_tree_is_hard_linked_where_possible(tmp_path):

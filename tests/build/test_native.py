@@ -41,7 +41,7 @@ def test_nothing_is_linked_to_ssl_or_openmp(facts):
     """B2: the listing of every built object names no libssl, libcrypto or libgomp, and all is found."""
     objects = [path for path in NATIVE_DIR.rglob("*.so") if path.is_file()]
     assert len(objects) > 5
-    listing = {path.name: linkage.linked(path) for path in objects}
+    listing = {path.name: linkage.needed(path) for path in objects}
     assert all(listing.values())
     linkage.check_linkage(objects)
 
@@ -121,6 +121,40 @@ def test_the_selftest_model_is_the_same_everywhere(tmp_path):
 @pytest.mark.parametrize("name", ["libssl.so.3", "libcrypto.so.3", "libgomp.so.1"])
 def test_an_unwanted_linkage_is_refused(name, tmp_path, monkeypatch):
     """B2: a library that got OpenSSL or OpenMP through an option stops the build by name."""
-    monkeypatch.setattr(linkage, "linked", lambda _: [f"{name} => /lib/{name} (0x1)"])
+    monkeypatch.setattr(linkage, "needed", lambda _: [name])
     with pytest.raises(BuildError, match=rf"x\.so is linked to {name}"):
         linkage.check_linkage([tmp_path / "x.so"])
+
+
+def test_a_library_of_ours_that_is_missing_is_named(facts):
+    """A folder that lacks a library which another one asks for is refused."""
+    with pytest.raises(BuildError, match=r"libllama\.so does not find libggml"):
+        linkage.check_linkage([NATIVE_DIR / "libllama.so"])
+
+
+def test_what_a_dependency_is_linked_to_is_its_own_business(tmp_path):
+    """A library whose dependency uses OpenMP (a GPU toolkit's may) does not count as using it."""
+    compiler = shutil.which("cc")
+    assert compiler, "the native build needs a compiler, and so does this test"
+    (tmp_path / "x.c").write_text("int x;\n")
+
+    def link(name, *arguments):
+        command = [compiler, "-shared", "-fPIC", "-Wl,--no-as-needed", str(tmp_path / "x.c"), f"-L{tmp_path}"]
+        subprocess.run([*command, *arguments, "-o", str(tmp_path / name)], check=True)
+        return tmp_path / name
+
+    link("libgomp.so.1", "-Wl,-soname,libgomp.so.1")
+    toolkit = link("libtoolkit.so", "-l:libgomp.so.1", "-Wl,-soname,libtoolkit.so")
+    ours = link("libours.so", "-ltoolkit", f"-Wl,-rpath-link,{tmp_path}")
+    assert "libtoolkit.so" in linkage.needed(ours)
+    linkage.check_linkage([ours])
+    with pytest.raises(BuildError, match=r"libtoolkit\.so is linked to libgomp"):
+        linkage.check_linkage([toolkit])
+
+
+def test_a_machine_that_cannot_tell_says_so(monkeypatch, tmp_path):
+    """Without a tool that lists what a library asks for, the check is not silently left out."""
+    monkeypatch.setattr(linkage.shutil, "which", lambda _: None)
+    monkeypatch.setattr(linkage.sys, "platform", "linux")
+    with pytest.raises(BuildError, match="readelf was not found"):
+        linkage.needed(tmp_path / "libx.so")

@@ -11,7 +11,7 @@ from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 
 from tools import requirements
-from tools.libllama import binding, hatch_hook, toolchain
+from tools.libllama import binding, hatch_hook, runtime, toolchain
 from tools.libllama.errors import BuildError
 from tools.libllama.pin import ROOT
 
@@ -28,7 +28,7 @@ def sdist_names(tmp_path_factory):
 def test_the_sdist_has_every_native_source_of_ours(sdist_names):
     """B3: declarations, shim, build modules and pin are all in the source distribution."""
     ours = [
-        *binding.stamp_module.source_files(binding.PACKAGE_DIR),
+        *runtime.stamp.source_files(binding.PACKAGE_DIR),
         *(ROOT / "tools" / "libllama").glob("*.py"),
         ROOT / "build_libllama.py",
         ROOT / "vendor" / "llama.cpp" / "pin.toml",
@@ -162,6 +162,29 @@ def test_a_python_that_will_not_do_is_one_sentence(tmp_path, script, words):
     assert done.returncode != 0
     assert words in done.stdout
     assert not (tmp_path / ".venv").exists()
+
+
+def test_a_half_made_environment_is_completed(tmp_path):
+    """Killed while venv was at work (an interpreter, no pip): the next make finishes it, and says so."""
+    (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
+    half = tmp_path / ".venv" / "bin"
+    half.mkdir(parents=True)
+    (half / "python").write_text("#!/bin/sh\nexit 1\n")
+    (half / "python").chmod(0o755)
+    (tmp_path / ".venv" / "mine").touch()
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\n[ $1 = -c ] && exit 0\nprintf '#!/bin/sh\\nexit 0\\n' > .venv/bin/python\n")
+    python.chmod(0o755)
+    done = make(".venv/.erllama-pip", f"PYTHON={python}", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "==> Creating .venv\n")
+    assert (tmp_path / ".venv" / "mine").exists()
+    (tmp_path / ".venv" / ".erllama-pip").unlink()
+    (half / "python").write_text("#!/bin/sh\nexit 1\n")
+    python.write_text("#!/bin/sh\n[ $1 = -c ] && exit 0\nexit 1\n")
+    done = make(".venv/.erllama-pip", f"PYTHON={python}", cwd=tmp_path)
+    assert done.returncode != 0
+    assert "cannot make a virtual environment with pip" in done.stdout
+    assert (tmp_path / ".venv" / "mine").exists()  # what was there before us is not ours to delete
 
 
 def test_a_missing_python_is_one_sentence(tmp_path):

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
+import time
+
 import pytest
 
 from tools.libllama import fetch, source, tree
@@ -106,7 +112,7 @@ def test_a_damaged_archive_is_fetched_again(pin, vendor, progress, archive, monk
     whole = archive.read_bytes()
     archive.write_bytes(whole[:-1])
 
-    def download(_pin, folder, _progress):
+    def download(_pin, folder, _progress, _lock):
         fetched = folder / archive.name
         fetched.write_bytes(whole)
         return fetched
@@ -120,7 +126,7 @@ def test_a_download_with_another_digest_never_enters_the_cache(pin, progress, ar
     """What the index serves under the pinned name has to be the pinned bytes."""
     archive.unlink()
 
-    def download(_pin, folder, _progress):
+    def download(_pin, folder, _progress, _lock):
         fetched = folder / archive.name
         fetched.write_bytes(b"something else")
         return fetched
@@ -145,6 +151,40 @@ def test_an_unreachable_index_is_one_sentence_with_three_ways_out(pin, progress,
     assert list(archive.parent.glob(".download-*")) == []
 
 
+HANG = """
+import sys
+from tools.libllama import fetch, pin, progress
+fetch._pip = lambda: [sys.argv[1]]
+fetch.fetch(pin.read_pin(), progress.Progress())
+"""
+
+
+def is_there(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.slow
+def test_kill_9_of_a_fetch_ends_pip_too(tmp_path):
+    """No pip goes on in the background that would write into the next fetch's folder."""
+    pip = tmp_path / "pip"
+    pip.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 60\n")
+    pip.chmod(0o755)
+    with subprocess.Popen([sys.executable, "-c", HANG, str(pip)], stderr=subprocess.DEVNULL) as us:
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            assert us.poll() is None
+            time.sleep(0.01)
+        us.kill()
+    pid = int((tmp_path / "pid").read_text())
+    deadline_s = time.monotonic() + 5
+    while is_there(pid):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
 def test_a_user_tree_is_taken_as_it_is(vendor, progress, archive, pin):
     """--source: any content, named by its own digest."""
     source.unpack(archive, pin, progress, vendor=vendor)
@@ -152,6 +192,47 @@ def test_a_user_tree_is_taken_as_it_is(vendor, progress, archive, pin):
     found = source.user_source(vendor)
     assert found.digest != pin.tree
     assert not found.pinned
+
+
+def test_a_user_tree_with_odd_entries(vendor, progress, archive, pin):
+    """--source: dangling links, links back into the tree, sockets and linked folders are no traceback."""
+    source.unpack(archive, pin, progress, vendor=vendor)
+    before = source.user_source(vendor).digest
+    (vendor / "dangling").symlink_to("nowhere")
+    (vendor / "src" / "loop").symlink_to(vendor)
+    os.mkfifo(vendor / "pipe")
+    odd = source.user_source(vendor).digest
+    assert odd != before
+    outside = vendor.parent / "outside"
+    outside.mkdir()
+    (outside / "x.c").write_text("1")
+    (vendor / "linked").symlink_to(outside)
+    linked = source.user_source(vendor).digest
+    (outside / "x.c").write_text("2")
+    assert len({odd, linked, source.user_source(vendor).digest}) == 3
+
+
+def test_one_foreign_file_is_work_that_we_keep(pin, vendor, progress):
+    """Rule 2: a vendor folder without the usual files is not emptied if anybody's file lies in it."""
+    (vendor / "notes.txt").write_text("mine\n")
+    with pytest.raises(BuildError, match=r"extra: notes\.txt"):
+        source.pinned_source(pin, progress, vendor=vendor)
+    assert (vendor / "notes.txt").read_text() == "mine\n"
+
+
+def test_sources_in_use_are_not_removed(pin, vendor, progress, said, tmp_path):
+    """--clean of one build waits for the compile of another."""
+    found = source.pinned_source(pin, progress, vendor=vendor)
+    removed = threading.Thread(target=lambda: source.remove_sources(progress, vendor=vendor))
+    with source.in_use(found, progress):
+        removed.start()
+        while "waiting for it" not in said.getvalue():
+            time.sleep(0.01)
+        assert source.is_unpacked(vendor)
+    removed.join()
+    assert not source.is_unpacked(vendor)
+    with pytest.raises(BuildError, match="removed the sources"), source.in_use(found, progress):
+        pytest.fail("went on without sources")
 
 
 def test_a_folder_without_llama_cpp_is_no_source(tmp_path):

@@ -13,9 +13,10 @@ import pytest
 from erllama.cli import main
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 REPO = Path(__file__).resolve().parents[2]
+_started: list[subprocess.Popen[bytes]] = []
 ENTRY = "import sys; from erllama.cli import main; sys.exit(main())"
 
 
@@ -32,7 +33,22 @@ def start(*arguments: str, **options: object) -> subprocess.Popen[bytes]:
     environment = os.environ | {"PYTHONPATH": str(REPO), "PYTHONWARNINGS": "error"}
     given = options.pop("env", {})
     options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
-    return subprocess.Popen([sys.executable, "-c", ENTRY, *arguments], env=environment | given, **options)
+    process = subprocess.Popen([sys.executable, "-c", ENTRY, *arguments], env=environment | given, **options)
+    _started.append(process)
+    return process
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs_on() -> Iterator[None]:
+    """Whatever a test started ends with it, also when the test failed."""
+    yield
+    while _started:
+        process = _started.pop()
+        process.kill()  # harmless when it has been waited for
+        process.wait()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ def test_the_demo_answers_and_compares(erllama_command, monkeypatch, smollm2_pat
     assert [line.split()[0] for line in table[1:3]] == ["one", "together"]
     assert table[1].split()[-2:] == ["1.00", "x"]
     assert "\x1b" not in said.out
+    assert "Eight prompts one by one …\n  32 tokens\nThe same eight together …\n" in said.out
 
 
 def test_the_table_is_drawn_on_a_terminal(monkeypatch, capsys):

@@ -94,6 +94,7 @@ def test_a_grammar_file_binds(erllama_command, model_path, tmp_path):
     grammar.write_text("root ::= nobody")
     said = erllama_command(*arguments)
     assert said.status == 1
+    assert said.err.startswith(f"erllama: {grammar}: the grammar, line 1: ")
     assert said.err.endswith("[invalid_grammar]\n")
     grammar.unlink()
     said = erllama_command(*arguments)
@@ -132,6 +133,15 @@ def test_a_prompt_longer_than_the_context_is_refused(erllama_command, model_path
     assert said.status == 1
     assert "301 tokens" in said.err or "300 tokens" in said.err
     assert "256" in said.err
+    assert "give a larger --n-ctx" in said.err
+
+
+def test_more_context_than_was_trained_is_warned_of(erllama_command, model_path):
+    """n_ctx beyond the trained length works, with one line on stderr."""
+    said = erllama_command("generate", "-m", model_path, "-p", PROMPT, *GREEDY, "--n-ctx", "9000")
+    assert said.status == 0
+    assert said.err.count("\n") == 1
+    assert "was trained for 8192 tokens; with n_ctx=9000" in said.err
 
 
 def test_arguments_that_are_no_text_are_refused(model_path):

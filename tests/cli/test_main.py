@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
+import signal
 import subprocess
 import sys
 
 import pytest
 
-from erllama import cli, errors
-from erllama.cli import main
+import erllama
+from erllama import errors
+from erllama.cli import main, parser
 
 from .conftest import start
 
@@ -89,7 +93,7 @@ def _failing(monkeypatch, failure: BaseException) -> None:
     def parse(argv: object) -> None:
         raise failure
 
-    monkeypatch.setattr(cli, "parse", parse)
+    monkeypatch.setattr(parser, "parse", parse)
 
 
 def test_an_error_is_one_line_with_its_reason(monkeypatch, capsys):
@@ -120,3 +124,40 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
     _failing(monkeypatch, ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
         main([])
+
+
+@pytest.mark.parametrize("arguments", [("--version",), ("version",)])
+def test_a_full_disk_is_one_line(arguments):
+    """Output that cannot be written: status 1 and what the system says, no traceback."""
+    with open("/dev/full", "wb") as full:
+        process = start(*arguments, stdout=full)
+        _, err = process.communicate()
+    assert process.returncode == 1
+    assert err.decode() == f"erllama: cannot write the output: {os.strerror(errno.ENOSPC)}\n"
+
+
+def test_the_version_is_one_everywhere():
+    """`erllama --version`, `python -m erllama --version` and `erllama.__version__` agree."""
+    process = start("--version")
+    out, _ = process.communicate()
+    module = [sys.executable, "-m", "erllama", "--version"]
+    done = subprocess.run(module, capture_output=True, check=True)
+    assert out.decode() == done.stdout.decode() == f"erllama {erllama.__version__}\n"
+
+
+def test_ctrl_c_before_anything_runs_is_one_line():
+    """While the command's modules are imported, SIGINT ends the process with status 130 and one line."""
+    program = (
+        "import os, signal, sys; from erllama.cli import main, parser\n"
+        "parser.parse = lambda argv: os.kill(os.getpid(), signal.SIGINT)\n"
+        "main(['version'])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (130, b"erllama: interrupted\n")
+
+
+def test_the_handler_for_ctrl_c_is_put_back(erllama_command):
+    """A call from a program of one's own leaves its signal handling alone."""
+    before = signal.getsignal(signal.SIGINT)
+    erllama_command("--version")
+    assert signal.getsignal(signal.SIGINT) is before

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from erllama import models
@@ -20,6 +22,7 @@ def test_it_names_build_backend_and_variant(erllama_command):
     }
     assert facts["models"] == str(models.models_dir())
     assert all(facts.values())
+    assert re.fullmatch(r"\S+ \(from llama-cpp-python [\d.]+, commit [0-9a-f]{12}\)", facts["llama.cpp"])
 
 
 def test_without_a_build_it_says_what_it_can(erllama_command, monkeypatch):

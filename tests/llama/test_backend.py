@@ -76,7 +76,7 @@ def lines() -> Iterator[list[logging.LogRecord]]:
     handler = Handler()
     logs.log.addHandler(handler)
     before = logs.log.level
-    logs.log.setLevel(logging.INFO)
+    logs.log.setLevel(logging.DEBUG)
     yield seen
     logs.log.setLevel(before)
     logs.log.removeHandler(handler)
@@ -99,11 +99,20 @@ def test_levels_and_continuations(lines: list[logging.LogRecord]) -> None:
     lib.log_emit(4, b"two\nlines\n")
     lib.log_emit(2, b"....\n")  # progress dots are no line
     assert _delivered(lines) == [
-        ("INFO", "an info line"),
+        ("DEBUG", "an info line"),
         ("WARNING", "a warning, continued, ended"),
         ("ERROR", "two"),
         ("ERROR", "lines"),
     ]
+
+
+def test_our_own_aborts_are_no_errors(lines: list[logging.LogRecord]) -> None:
+    """What llama.cpp says about a decode that we aborted is DEBUG; other failed decodes stay errors."""
+    lib = backend.ensure_backend()
+    lib.log_emit(4, b"process_ubatch: failed to compute graph, compute status: 1\n")
+    lib.log_emit(4, b"llama_decode: failed to decode, ret = 2\n")
+    lib.log_emit(4, b"llama_decode: failed to decode, ret = -3\n")
+    assert [level for level, _ in _delivered(lines)] == ["DEBUG", "DEBUG", "ERROR"]
 
 
 def test_common_logs_arrive_too(lines: list[logging.LogRecord]) -> None:

@@ -26,7 +26,7 @@ MIB = 2**20
 @pytest.mark.parametrize("n_ctx", [2**31 - 257, 1_000_000_000])
 def test_enormous_contexts_are_refused(smollm2: Model, n_ctx: int) -> None:
     """X29: a context that no machine here holds is model_would_oom, with the figures, at once."""
-    with pytest.raises(ModelWouldOom, match="MiB may be used") as caught:
+    with pytest.raises(ModelWouldOom, match="GiB may be used; choose a smaller n_ctx") as caught:
         Context.open(smollm2, ContextParams(n_ctx=n_ctx))
     detail = caught.value.detail
     assert isinstance(detail, dict)

@@ -85,3 +85,10 @@ def test_backend_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert ffi.choose_native_dir(tmp_path).name == "vulkan"
     monkeypatch.setenv("ERLLAMA_BACKEND", "cuda")
     assert ffi.choose_native_dir(tmp_path).name == "cuda"
+
+
+def test_what_to_run_depends_on_backend_and_installation(tmp_path: Path) -> None:
+    """Among the sources the build with its backend, in an installation a new one."""
+    assert ffi.build_advice("cuda").endswith("build_libllama.py --backend cuda")
+    assert ffi.build_advice("cpu").endswith("build_libllama.py")
+    assert ffi.build_advice("cuda", tmp_path).startswith("install it again: ERLLAMA_BACKEND=cuda pip install")

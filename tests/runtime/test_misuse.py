@@ -110,7 +110,8 @@ def test_options_go_by_name():
 
 
 @pytest.mark.parametrize(
-    ("path", "hint"), [("", "is empty"), ("absent.gguf", "relative ones start in"), (".", "is a folder")]
+    ("path", "hint"),
+    [("", "is empty"), ("absent.gguf", "relative ones start in"), (".", "is a folder"), (3, "is no path")],
 )
 async def test_what_is_no_file_is_told_apart(path: str, hint: str):
     """Empty, missing and a folder are three mistakes."""
@@ -125,3 +126,10 @@ async def test_after_the_engine_the_model_says_so():
         pass
     with pytest.raises(erllama.NotLoaded, match="ended with its engine"):
         await model.complete("p")
+
+
+async def test_progress_has_to_be_callable():
+    """`progress=True` is refused before anything is loaded."""
+    async with open_engine() as engine:
+        with pytest.raises(erllama.InvalidOption, match="progress=True: expected a function"):
+            await engine.load_model("x.gguf", progress=True)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 # Decorations in upstream's headers that say nothing about how to call.
 _DECORATIONS = re.compile(r"\b(LLAMA_API|GGML_API|GGML_BACKEND_API|GGML_CALL|extern)\b")
 _STRING = re.compile(r'"(?:\\.|[^"\\\n])*"')
+_SEPARATOR = re.compile(r"([;{}])")
+_CALL = re.compile(r"\b(\w+)\s*\(")
 _TYPE = re.compile(r"\b(struct|enum)\s+(\w+)\s*\{")
 
 
@@ -44,10 +46,10 @@ def used_names(cdef_headers: Iterable[str]) -> list[str]:
 
 def compare_api(names: Iterable[str], old_headers: str, new_headers: str) -> ApiDiff:
     """Compare the declarations of `names` in two sets of headers (each joined to one text)."""
-    old_text, new_text = _clean(old_headers), _clean(new_headers)
+    before, after = declarations(old_headers), declarations(new_headers)
     gone, changed, n_same = [], [], 0
     for name in names:
-        old, new = declaration(name, old_text), declaration(name, new_text)
+        old, new = before.get(name), after.get(name)
         if new is None:
             gone.append(name)
         elif old is not None and old != new:
@@ -57,13 +59,20 @@ def compare_api(names: Iterable[str], old_headers: str, new_headers: str) -> Api
     return ApiDiff(gone=gone, changed=changed, n_same=n_same)
 
 
-def declaration(name: str, text: str) -> str | None:
-    """The declaration of one name in cleaned header text, on one line; None if there is none."""
-    if found := re.search(rf"\b(?:struct|enum)\s+{name}\s*\{{", text):
-        return _one_line(text[found.start() : _closing_brace(text, found.end())])
-    if found := re.search(rf"[^;{{}}#]*\b{name}\s*\([^;{{}}]*\)[^;{{}}]*;", text):
-        return _one_line(found[0])
-    return None
+def declarations(headers: str) -> dict[str, str]:
+    """Name → declaration, on one line, of every struct, enum and function; the first one of a name counts.
+
+    One pass over the text: a search per name takes minutes on upstream's headers.
+    """
+    text = _clean(headers)
+    found: dict[str, str] = {}
+    for start in _TYPE.finditer(text):
+        found.setdefault(start[2], _one_line(text[start.start() : _closing_brace(text, start.end())]))
+    parts = _SEPARATOR.split(text)  # text, separator, text, separator, …
+    for statement, end in zip(parts[::2], parts[1::2], strict=False):
+        for called in _CALL.finditer(statement) if end == ";" else ():
+            found.setdefault(called[1], _one_line(statement + end))
+    return found
 
 
 def _clean(text: str) -> str:

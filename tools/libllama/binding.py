@@ -1,53 +1,31 @@
 """Compiles the cffi binding: cdef + shim → wrappers → one API-mode extension next to the libraries.
 
-Direct compiler calls, no setuptools. Needs cffi and a C++17 compiler; imports nothing of erllama
-but `stamp.py`, by path, because the build runs before erllama is installed.
+Direct compiler calls, no setuptools. Needs cffi and a C++17 compiler.
 """
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
-import json
+import shlex
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import cffi
 from cffi import recompiler
 
-if TYPE_CHECKING:
-    from types import ModuleType
+from tools.libllama import runtime, wrappers
+from tools.libllama.errors import BuildError
+from tools.libllama.pin import ROOT
 
 HERE = Path(__file__).resolve().parent
-PACKAGE_DIR = HERE.parents[1] / "erllama" / "llama"
+PACKAGE_DIR = ROOT / "erllama" / "llama"
 LIBRARIES = ("llama", "llama-common", "ggml", "ggml-base")
 WARNINGS = ("-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Wconversion", "-Wno-unused-parameter")
 MODULE = "_binding"
-INPUTS_FILE = "binding-inputs.json"
 
 Log = Callable[[str], None]
-
-
-class BindingFailed(RuntimeError):
-    """A compiler or linker call failed; the message holds the command and the end of its output."""
-
-
-def _by_path(name: str, path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-stamp_module = _by_path("_erllama_stamp", PACKAGE_DIR / "stamp.py")
-wrappers = _by_path("_erllama_wrappers", HERE / "wrappers.py")
 
 
 def cdef_headers(package_dir: Path = PACKAGE_DIR) -> list[str]:
@@ -66,50 +44,45 @@ def build_binding(
     libs_dir: Path,
     include_dirs: Sequence[Path],
     out_dir: Path,
-    cxx: str,
+    cxx: Sequence[str],
     cxx_flags: Sequence[str] = (),
     stamp: str,
     log: Log,
+    lock_fd: int | None = None,
 ) -> Path:
-    """Generate, compile and link the binding into `out_dir`, unless its inputs are unchanged.
+    """Generate, compile and link the binding into `out_dir`, which is a fresh folder.
 
     Args: `libs_dir` holds the four libraries the binding links against; they must lie in `out_dir`
     when it is loaded. `include_dirs` are upstream's include/, ggml/include/, common/ and vendor/.
-    `cxx_flags` reach our own sources and the link only (sanitizers, -g).
+    `cxx` is the compiler's command; `cxx_flags` reach our own sources and the link only (sanitizers, -g).
     `stamp` names the native build; the compiled-in stamp is `stamp.full_stamp(stamp, sources)`.
-    Returns: the extension's path. Raises: `BindingFailed`.
+    `lock_fd` is held by a compiler for as long as it runs.
+    Returns: the extension's path. Raises: BuildError with the command and the end of its output.
     """
-    sources = stamp_module.sources_hash(PACKAGE_DIR)
-    full_stamp = stamp_module.full_stamp(stamp, sources)
+    sources = runtime.stamp.sources_hash(PACKAGE_DIR)
+    full_stamp = runtime.stamp.full_stamp(stamp, sources)
     target = out_dir / extension_name()
-    inputs = _inputs(full_stamp, libs_dir, include_dirs, cxx, cxx_flags)
-    if target.is_file() and _recorded_inputs(out_dir) == inputs:
-        log("binding: up to date")
-        stamp_module.write_stamp(out_dir, stamp, sources)
-        return target
-
     work = out_dir / "binding-build"
-    work.mkdir(parents=True, exist_ok=True)
-    (out_dir / INPUTS_FILE).unlink(missing_ok=True)
-    (out_dir / stamp_module.STAMP_FILE).unlink(missing_ok=True)
+    work.mkdir(parents=True)
     generate(work)
     flags = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-pthread"]
     includes = [f"-isystem{path}" for path in include_dirs]
     ours = [f"-I{PACKAGE_DIR}", f"-I{work}", f'-DERLLAMA_BUILD_STAMP="{full_stamp}"', *WARNINGS, *cxx_flags]
-    objects: list[Path] = []
-    for source in [*sorted(PACKAGE_DIR.glob("shim*.cpp")), work / "wrappers.cpp"]:
-        log(f"binding: compiling {source.name}")
-        objects.append(_compile(cxx, source, work, [*flags, *ours, *includes]))
-    log(f"binding: compiling {MODULE}.cpp")
     python = [
         f"-isystem{path}" for path in {sysconfig.get_path("include"), sysconfig.get_path("platinclude")}
     ]
-    generated_flags = [*flags, f"-I{PACKAGE_DIR}", f"-I{work}", "-w", *cxx_flags, *includes, *python]
-    objects.append(_compile(cxx, work / f"{MODULE}.cpp", work, generated_flags))
-    log(f"binding: linking {target.name}")
-    _link(cxx, objects, libs_dir, target, cxx_flags)
-    stamp_module.write_stamp(out_dir, stamp, sources)
-    (out_dir / INPUTS_FILE).write_text(json.dumps(inputs, indent=1) + "\n")
+    generated = [f"-I{PACKAGE_DIR}", f"-I{work}", "-w", *cxx_flags, *includes, *python]
+    jobs = [(path, [*flags, *ours, *includes]) for path in sorted(PACKAGE_DIR.glob("shim*.cpp"))]
+    jobs += [(work / "wrappers.cpp", [*flags, *ours, *includes])]
+    jobs += [(work / f"{MODULE}.cpp", [*flags, *generated])]
+    objects: list[Path] = []
+    for source, options in jobs:
+        log(f"compiling {source.name}")
+        objects.append(work / (source.stem + ".o"))
+        _run([*cxx, *options, "-c", str(source), "-o", str(objects[-1])], lock_fd)
+    log(f"linking {target.name}")
+    _run(_link_command(cxx, objects, libs_dir, target, cxx_flags), lock_fd)
+    runtime.stamp.write_stamp(out_dir, stamp, sources)
     return target
 
 
@@ -125,61 +98,27 @@ def generate(work: Path) -> None:
     recompiler.make_c_source(ffi, MODULE, '#include "wrappers.h"\n', str(work / f"{MODULE}.cpp"))
 
 
-def _inputs(
-    full_stamp: str, libs_dir: Path, include_dirs: Sequence[Path], cxx: str, cxx_flags: Sequence[str]
-) -> dict[str, str]:
-    generator = hashlib.sha256((HERE / "wrappers.py").read_bytes() + Path(__file__).read_bytes()).hexdigest()
-    return {
-        "stamp": full_stamp,
-        "generator": generator[:16],
-        "libs_dir": str(libs_dir),
-        "include_dirs": " ".join(map(str, include_dirs)),
-        "compiler": " ".join([cxx, *cxx_flags]),
-        "python": sys.version,
-        "cffi": cffi.__version__,
-    }
-
-
-def _recorded_inputs(out_dir: Path) -> object:
-    try:
-        return json.loads((out_dir / INPUTS_FILE).read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _compile(cxx: str, source: Path, work: Path, flags: Sequence[str]) -> Path:
-    target = work / (source.stem + ".o")
-    _run([cxx, *flags, "-c", str(source), "-o", str(target)])
-    return target
-
-
-def _link(cxx: str, objects: Sequence[Path], libs_dir: Path, target: Path, cxx_flags: Sequence[str]) -> None:
+def _link_command(
+    cxx: Sequence[str], objects: Sequence[Path], libs_dir: Path, target: Path, cxx_flags: Sequence[str]
+) -> list[str]:
     if sys.platform == "darwin":
         shape = ["-bundle", "-undefined", "dynamic_lookup", "-Wl,-rpath,@loader_path"]
     else:
         shape = ["-shared", "-Wl,-rpath,$ORIGIN", "-Wl,--no-as-needed"]
-    temporary = target.with_name(target.name + ".tmp")
-    libraries = [f"-l{name}" for name in LIBRARIES]
-    _run(
-        [
-            cxx,
-            *shape,
-            *cxx_flags,
-            *map(str, objects),
-            f"-L{libs_dir}",
-            *libraries,
-            "-pthread",
-            "-o",
-            str(temporary),
-        ]
-    )
-    temporary.replace(target)
+    libraries = [f"-L{libs_dir}", *(f"-l{name}" for name in LIBRARIES), "-pthread"]
+    return [*cxx, *shape, *cxx_flags, *map(str, objects), *libraries, "-o", str(target)]
 
 
-def _run(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode != 0:
-        tail = "\n".join((result.stdout + result.stderr).splitlines()[-40:])
-        raise BindingFailed(f"{' '.join(command)}\n{tail}")
-    if result.stderr.strip():
-        print(result.stderr, file=sys.stderr)
+def _run(command: Sequence[str], lock_fd: int | None) -> None:
+    keep = () if lock_fd is None else (lock_fd,)
+    with runtime.child.leashed(command, stdout=subprocess.PIPE, text=True, keep=keep) as process:
+        output = process.stdout.read()
+        code = process.wait()
+    if code != 0:
+        raise BuildError(
+            "Compiling the binding failed.",
+            advice=f"The command was: {shlex.join(command)}",
+            log_tail=output.splitlines()[-15:],
+        )
+    if output.strip():
+        print(output, file=sys.stderr)

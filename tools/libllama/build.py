@@ -20,8 +20,16 @@ from tools.libllama.errors import BuildError
 from tools.libllama.folders import disk_errors, locked
 from tools.libllama.pin import ROOT, Pin, read_pin
 from tools.libllama.profile import Platform, Profile, plan_profile
-from tools.libllama.source import Source, is_unpacked, pinned_source, remove_tree, user_source
-from tools.libllama.toolchain import Compilers, find_compilers, find_toolchain
+from tools.libllama.reuse import make_reusable
+from tools.libllama.source import (
+    Source,
+    in_use,
+    is_unpacked,
+    pinned_source,
+    remove_sources,
+    user_source,
+)
+from tools.libllama.toolchain import Compilers, find_compilers, find_toolchain, toolkit_id
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,7 +67,12 @@ def run(request: Request, progress: Progress) -> Built:
     Raises: BuildError with a sentence and advice; nothing half-done is left where it would be used.
     """
     _require_modules()
-    from tools.libllama.install import NoVariantRuns  # needs cffi and gguf, just checked
+    with disk_errors("The build", ROOT):
+        return _run_portable_if_native_faults(request, progress)
+
+
+def _run_portable_if_native_faults(request: Request, progress: Progress) -> Built:
+    from tools.libllama.install import NoVariantRuns  # needs cffi and gguf, which are there
 
     pin, on = read_pin(), Platform.here()
     commit = "local" if request.source else pin.commit
@@ -90,7 +103,8 @@ def run(request: Request, progress: Progress) -> Built:
 
 def fetch_only(progress: Progress) -> Path:
     """Have the pinned sources unpacked and verified, and nothing else; returns their folder."""
-    return pinned_source(read_pin(), progress).root
+    with disk_errors("Fetching the sources", ROOT):
+        return pinned_source(read_pin(), progress).root
 
 
 def default_jobs() -> int:
@@ -101,29 +115,32 @@ def default_jobs() -> int:
 
 
 def _run(request: Request, profile: Profile, pin: Pin, on: Platform, progress: Progress) -> Built:
-    from tools.libllama.install import ensure_binding, install
+    from tools.libllama.install import binding_dir, ensure_binding, install
 
     if request.clean:
         _clean(profile.backend, progress)
     compilers = find_compilers()
     source = user_source(request.source) if request.source else _known_source(pin, progress)
     digest = source.digest if source else pin.tree
-    key = native.native_key(digest, profile, compilers.id, on)
+    toolkit = toolkit_id(profile.backend)
+    key = native.native_key(digest, profile, compilers.id, on, toolkit)
     entry = native.entry_dir(key)
     base = f"{profile.backend}-{key}"
     lock = entry.with_name(f".{key}.lock")
-    with disk_errors("Using the cache folder"), locked(lock, waiting=progress.note):
+    with disk_errors("Using the cache folder", entry), locked(lock, waiting=progress.note) as held:
         if request.clean:
-            shutil.rmtree(entry, ignore_errors=True)
+            for folder in (entry, binding_dir(base)):
+                shutil.rmtree(folder, ignore_errors=True)
         if native.is_complete(entry):
             progress.note(f"libraries: {entry} (built before)")
         else:
             source = source or pinned_source(pin, progress)
-            _compile(source, profile, compilers, request.jobs or default_jobs(), entry, progress)
-        bound = ensure_binding(base, entry, compilers.cxx, progress)
+            recipe = native.native_key("", profile, compilers.id, on, toolkit)
+            _compile(source, profile, compilers, request.jobs or default_jobs(), recipe, entry, progress)
+        bound = ensure_binding(base, entry, compilers.cxx, progress, held)
     target = runtime.NATIVE / profile.backend
     facts = _facts(pin, request, profile, digest, key, compilers, on)
-    with locked(runtime.NATIVE / f".{profile.backend}.lock", waiting=progress.note):
+    with disk_errors("Installing", target), locked(_lock_beside(target), waiting=progress.note):
         variant = install(entry=entry, bound=bound, target=target, facts=facts, progress=progress)
     return Built(native_dir=target, variant=variant)
 
@@ -134,16 +151,35 @@ def _known_source(pin: Pin, progress: Progress) -> Source | None:
 
 
 def _compile(
-    source: Source, profile: Profile, compilers: Compilers, jobs: int, entry: Path, progress: Progress
+    source: Source,
+    profile: Profile,
+    compilers: Compilers,
+    jobs: int,
+    recipe: str,
+    entry: Path,
+    progress: Progress,
 ) -> None:
     tools = find_toolchain(compilers)
     folder = BUILD_ROOT / profile.backend
-    folder.mkdir(parents=True, exist_ok=True)
     log = folder / "build.log"
-    with locked(folder / ".lock", waiting=progress.note) as lock_fd:
+    with (
+        disk_errors("Compiling", folder),
+        locked(_lock_beside(folder), waiting=progress.note) as lock_fd,
+        in_use(source, progress),
+    ):
+        make_reusable(folder, source, recipe)
         configure(source.root, folder, profile, tools, log, progress, lock_fd)
         compile_targets(folder, profile, tools, jobs, log, progress, lock_fd)
+        if not source.is_unchanged():
+            raise BuildError(
+                f"{source.root} was changed while it was compiled.", advice="Run the same command again."
+            )
         native.publish_entry(folder, source, profile, entry)
+
+
+def _lock_beside(folder: Path) -> Path:
+    """A folder's lock lies outside, so that removing the folder leaves the lock."""
+    return folder.with_name(f".{folder.name}.lock")
 
 
 def _facts(
@@ -167,8 +203,9 @@ def _facts(
 def _clean(backend: str, progress: Progress) -> None:
     progress.step("Removing the earlier build and the unpacked sources")
     for folder in (BUILD_ROOT / backend, runtime.NATIVE / backend):
-        shutil.rmtree(folder, ignore_errors=True)
-    remove_tree()
+        with locked(_lock_beside(folder), waiting=progress.note):
+            shutil.rmtree(folder, ignore_errors=True)
+    remove_sources(progress)
 
 
 def _require_modules() -> None:

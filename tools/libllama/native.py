@@ -36,9 +36,19 @@ _LIBRARY_SUFFIXES = (".so", ".dylib")
 _ENTRY = "entry.json"
 
 
-def native_key(source_digest: str, profile: Profile, compiler_id: str, on: Platform) -> str:
+# What compilers and CMake take from the environment besides the three variables everybody knows.
+_VARIABLES = (
+    *("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "OBJCFLAGS"),
+    *("MACOSX_DEPLOYMENT_TARGET", "SDKROOT", "CMAKE_TOOLCHAIN_FILE"),
+    *("CUDAFLAGS", "CUDAARCHS", "CUDAHOSTCXX", "HIPFLAGS", "HIPARCHS"),
+)
+
+
+def native_key(
+    source_digest: str, profile: Profile, compiler_id: str, on: Platform, toolkit: str = ""
+) -> str:
     """The name of the libraries that these inputs lead to: 24 hex digits."""
-    inputs = {
+    inputs: dict[str, object] = {
         "layout": _LAYOUT,
         "source": source_digest,
         "args": profile.cmake_args,
@@ -49,6 +59,9 @@ def native_key(source_digest: str, profile: Profile, compiler_id: str, on: Platf
         "cpu": _cpu_flags() if profile.options["GGML_NATIVE"] == "ON" else "",
         "flags": {name: os.environ.get(name, "") for name in ("CFLAGS", "CXXFLAGS", "LDFLAGS")},
     }
+    variables = {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)}
+    # Only where there are any, so that the keys of plain builds stay what they were.
+    inputs |= {name: value for name, value in (("toolkit", toolkit), ("variables", variables)) if value}
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:24]
 
 
@@ -58,7 +71,7 @@ def entry_dir(key: str) -> Path:
 
 
 def is_complete(entry: Path) -> bool:
-    """Whether an entry is there with everything that was put into it."""
+    """Whether a folder of the cache is there with everything that was put into it, in full size."""
     try:
         names = json.loads((entry / _ENTRY).read_text())["files"]
     except (OSError, ValueError, KeyError):
@@ -71,7 +84,7 @@ def publish_entry(build: Path, source: Source, profile: Profile, entry: Path) ->
 
     Raises: BuildError if a library that was to be built is not there, or the disk is full.
     """
-    with disk_errors("Keeping the finished build"), published(entry) as partial:
+    with disk_errors("Keeping the finished build", entry), published(entry) as partial:
         for library in libraries(build / "bin"):
             _copy(library, partial / "lib" / library.name)
         for name in TOOL_NAMES if profile.server_tools else ():
@@ -79,8 +92,13 @@ def publish_entry(build: Path, source: Source, profile: Profile, entry: Path) ->
         for header in _headers(source.root):
             _copy(header, partial / "include" / header.relative_to(source.root))
         _require(partial)
-        sizes = {str(p.relative_to(partial)): p.stat().st_size for p in partial.rglob("*") if p.is_file()}
-        (partial / _ENTRY).write_text(json.dumps({"files": sizes}, indent=1))
+        list_files(partial)
+
+
+def list_files(folder: Path) -> None:
+    """Write down what a folder of the cache holds; `is_complete` compares."""
+    sizes = {str(p.relative_to(folder)): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
+    (folder / _ENTRY).write_text(json.dumps({"files": sizes}, indent=1))
 
 
 def libraries(folder: Path) -> list[Path]:

@@ -113,7 +113,8 @@ def plan_profile(
         raise BuildError(f"There is no backend {backend!r}.", advice=f"Choose one of {', '.join(BACKENDS)}.")
     if backend == "metal" and on.family != "darwin":
         raise BuildError("Metal exists on macOS only.", advice="Leave --backend away for a CPU build.")
-    options = _common(on, commit) | _cpu(on, native) | _backend(backend, on) | _tools(server_tools)
+    variants = on.has_variants and not native
+    options = _common(on, commit, variants) | _cpu(variants) | _backend(backend, on) | _tools(server_tools)
     targets = ("llama", "llama-common") + (("llama-server", "llama-bench") if server_tools else ())
     return Profile(
         backend=backend,
@@ -125,7 +126,7 @@ def plan_profile(
     )
 
 
-def _common(on: Platform, commit: str) -> dict[str, str]:
+def _common(on: Platform, commit: str, variants: bool) -> dict[str, str]:
     return {
         "CMAKE_BUILD_TYPE": "Release",
         "CMAKE_CXX_STANDARD": "17",
@@ -135,7 +136,8 @@ def _common(on: Platform, commit: str) -> dict[str, str]:
         # The second entry is for what lies one folder below: the server tools.
         "CMAKE_INSTALL_RPATH": f"{on.origin};{on.origin}/..",
         "BUILD_SHARED_LIBS": "ON",
-        "GGML_BACKEND_DL": "ON",
+        # ggml refuses a native CPU library that is loaded instead of linked: its ratings need variants.
+        "GGML_BACKEND_DL": "ON" if variants else "OFF",
         "GGML_OPENMP": "OFF",
         "LLAMA_OPENSSL": "OFF",
         "LLAMA_BUILD_COMMON": "ON",
@@ -149,11 +151,8 @@ def _common(on: Platform, commit: str) -> dict[str, str]:
     }
 
 
-def _cpu(on: Platform, native: bool) -> dict[str, str]:
-    variants = on.has_variants and not native
+def _cpu(variants: bool) -> dict[str, str]:
     return {
-        # ggml refuses a native CPU library that is loaded instead of linked: its ratings need variants.
-        "GGML_BACKEND_DL": "ON" if variants else "OFF",
         "GGML_NATIVE": "OFF" if variants else "ON",
         "GGML_CPU_ALL_VARIANTS": "ON" if variants else "OFF",
     }

@@ -1,6 +1,6 @@
-"""The two modules of the library that the build shares: `variant` and `stamp`.
+"""The modules of the library that the build shares: `child`, `selftest`, `stamp` and `variant`.
 
-They are part of `erllama.llama` and need only the standard library, but importing them the usual way
+They need only the standard library, but importing them the usual way
 runs `erllama/__init__.py`, which needs what an isolated build environment does not have (trio, numpy).
 So they are imported below hollow stand-ins for the two packages, which are taken away again.
 """
@@ -19,14 +19,14 @@ NATIVE = ROOT / "erllama" / "llama" / "_native"
 
 
 def _load(name: str) -> ModuleType:
-    """Import `erllama.llama.<name>` without running the packages around it."""
+    """Import `erllama.<name>` without running the packages around it."""
     kept = {key: sys.modules.pop(key) for key in list(sys.modules) if key.split(".")[0] == "erllama"}
     try:
         for package, folder in (("erllama", ROOT / "erllama"), ("erllama.llama", ROOT / "erllama" / "llama")):
             hollow = ModuleType(package)
             hollow.__path__ = [str(folder)]
             sys.modules[package] = hollow
-        return importlib.import_module(f"erllama.llama.{name}")
+        return importlib.import_module(f"erllama.{name}")
     finally:
         for key in [key for key in sys.modules if key.split(".")[0] == "erllama"]:
             del sys.modules[key]
@@ -38,7 +38,9 @@ def cache_dir() -> Path:
     return Path(variant.cache_dir())
 
 
-variant = _load("variant")
-stamp = _load("stamp")
+child = _load("child")
+selftest = _load("llama.selftest")
+stamp = _load("llama.stamp")
+variant = _load("llama.variant")
 # The class that `variant` raises, which is not the one a later, ordinary import of erllama would give.
 NativeLibraryError: type[Exception] = variant.NativeLibraryError

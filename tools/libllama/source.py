@@ -3,16 +3,19 @@
 Rule 1: an unpack in progress is marked by a file; the mark goes away only after the manifest is
 written. A tree with the mark is thrown away and unpacked again, so half a tree never gets built.
 Rule 2: a tree without the mark is never changed by us: if it differs from the pin, the build stops
-and names the files, because somebody may have put work into them.
+and names the files, because somebody may have put work into them. One foreign file is such a tree.
+Rule 3: who reads the vendored tree (to verify it, to compile it) holds its lock shared, who changes it
+holds it alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
 import tarfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tools.libllama import tree
@@ -28,17 +31,23 @@ if TYPE_CHECKING:
     from tools.libllama.progress import Progress
 
 _TREE_ROOM_BYTES = 250 * 2**20
-# One of these is enough to say that somebody has put a llama.cpp tree there.
-_SIGNS = ("CMakeLists.txt", "include", "src")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A tree to build. `digest` names its content; `pinned` says whether it is the pin's."""
+    """A tree to build. `digest` names its content; `pinned` says whether it is the pin's.
+
+    `files` is path → SHA-256 of a tree that may change between two builds; empty for the pin's.
+    """
 
     root: Path
     digest: str
     pinned: bool
+    files: dict[str, str] = field(default_factory=dict)
+
+    def is_unchanged(self) -> bool:
+        """Whether the tree still is what it was when its digest was taken."""
+        return self.pinned or tree.scan(self.root) == self.files
 
 
 def user_source(root: Path) -> Source:
@@ -52,12 +61,13 @@ def user_source(root: Path) -> Source:
             f"{root} holds no llama.cpp sources.",
             advice="--source takes the folder in which llama.cpp's CMakeLists.txt and include/ lie.",
         )
-    return Source(root=root, digest=tree.tree_digest(tree.scan(root)), pinned=False)
+    files = tree.scan(root)
+    return Source(root=root, digest=tree.tree_digest(files), pinned=False, files=files)
 
 
 def is_unpacked(vendor: Path = VENDOR) -> bool:
     """Whether a tree lies in the vendor folder that no unpack is at work on."""
-    return any((vendor / name).exists() for name in _SIGNS) and not (vendor / tree.UNPACKING_NAME).exists()
+    return any(tree.iter_files(vendor)) and not (vendor / tree.UNPACKING_NAME).exists()
 
 
 def pinned_source(pin: Pin, progress: Progress, *, vendor: Path = VENDOR) -> Source:
@@ -65,12 +75,46 @@ def pinned_source(pin: Pin, progress: Progress, *, vendor: Path = VENDOR) -> Sou
 
     Raises: BuildError if a file differs from the pin (named), or the archive cannot be had.
     """
-    with disk_errors("Unpacking the sources"), locked(vendor / tree.LOCK_NAME, waiting=progress.note):
-        if not is_unpacked(vendor):
-            unpack(fetch(pin, progress), pin, progress, vendor=vendor)
-        else:
-            verify(pin, vendor=vendor)
-    return Source(root=vendor, digest=pin.tree, pinned=True)
+    found = Source(root=vendor, digest=pin.tree, pinned=True)
+    lock = vendor / tree.LOCK_NAME
+    with disk_errors("Unpacking the sources", vendor):
+        with locked(lock, waiting=progress.note, shared=True):
+            if is_unpacked(vendor):
+                verify(pin, vendor=vendor)
+                return found
+        with locked(lock, waiting=progress.note):
+            if is_unpacked(vendor):  # by another build that was faster
+                verify(pin, vendor=vendor)
+            else:
+                unpack(fetch(pin, progress), pin, progress, vendor=vendor)
+    return found
+
+
+@contextlib.contextmanager
+def in_use(source: Source, progress: Progress) -> Iterator[None]:
+    """Keep other builds from removing a tree while it is compiled. A user's own tree has no lock.
+
+    Raises: BuildError if that has happened already.
+    """
+    if not source.pinned:
+        yield
+        return
+    with locked(source.root / tree.LOCK_NAME, waiting=progress.note, shared=True):
+        if not is_unpacked(source.root):
+            raise BuildError(
+                f"Another build has removed the sources in {source.root}.",
+                advice="Run the same command again.",
+            )
+        yield
+
+
+def remove_sources(progress: Progress, *, vendor: Path = VENDOR) -> None:
+    """`remove_tree`, once nobody reads the tree any more."""
+    with (
+        disk_errors("Removing the sources", vendor),
+        locked(vendor / tree.LOCK_NAME, waiting=progress.note),
+    ):
+        remove_tree(vendor)
 
 
 def verify(pin: Pin, *, vendor: Path = VENDOR) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,14 +14,20 @@ from pathlib import Path
 from tools.libllama.errors import BuildError
 
 CMAKE_MIN = (3, 20)
+# Backend → what its compiler is called, which variables name it, and where it lies if it is not on the path.
+_TOOLKITS = {
+    "cuda": ("nvcc", "CUDACXX", "/usr/local/cuda/bin/nvcc"),
+    "hip": ("hipcc", "HIPCXX", "/opt/rocm/bin/hipcc"),
+    "vulkan": ("glslc", "", ""),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compilers:
-    """The compilers, as paths, and `id`: their own words for what they are."""
+    """The compilers, as command lines that begin with a path, and `id`: their own words for what they are."""
 
-    cc: str
-    cxx: str
+    cc: tuple[str, ...]
+    cxx: tuple[str, ...]
     id: str
 
 
@@ -39,11 +46,30 @@ def find_compilers() -> Compilers:
     Raises: BuildError if one is missing or does not run.
     """
     cc, cxx = find_compiler(("CC", "cc", "gcc", "clang")), find_compiler(("CXX", "c++", "g++", "clang++"))
-    lines = [_first_line(cc), _first_line(cxx)]
-    for program, line in zip((cc, cxx), lines, strict=True):
-        if not line:
-            raise BuildError(f"The compiler {program} does not run.", advice=f"Try: {program} --version")
-    return Compilers(cc=cc, cxx=cxx, id=" | ".join(lines))
+    return Compilers(cc=cc, cxx=cxx, id=f"{_compiler_id(cc)} | {_compiler_id(cxx)}")
+
+
+def _compiler_id(command: tuple[str, ...]) -> str:
+    """What a compiler says it is, and the options that it is always given."""
+    line = _first_line(*command)
+    if not line:
+        raise BuildError(
+            f"The compiler {shlex.join(command)} does not run.",
+            advice=f"Try: {shlex.join(command)} --version",
+        )
+    return " ".join([line, *(word for word in command[1:] if word.startswith("-"))])
+
+
+def toolkit_id(backend: str) -> str:
+    """What else decides what comes out: a GPU toolkit's words for what it is, macOS's SDK; often nothing."""
+    said = []
+    if backend in _TOOLKITS:
+        name, variable, usual = _TOOLKITS[backend]
+        program = os.environ.get(variable, "") or shutil.which(name) or usual
+        said.append(_output(program, "--version") if program else "")
+    if sys.platform == "darwin":
+        said.append(_output("xcrun", "--show-sdk-version"))
+    return "\n".join(said)
 
 
 def find_toolchain(compilers: Compilers) -> Toolchain:
@@ -54,23 +80,31 @@ def find_toolchain(compilers: Compilers) -> Toolchain:
     return Toolchain(compilers=compilers, cmake=find_cmake(), ninja=find_ninja())
 
 
-def find_compiler(names: tuple[str, ...]) -> str:
-    """A compiler: the one that the environment variable `names[0]` names, else the first on the path.
+def find_compiler(names: tuple[str, ...]) -> tuple[str, ...]:
+    """A compiler: the command in the environment variable `names[0]`, else the first name on the path.
 
     Raises: BuildError if there is none.
     """
     variable, *candidates = names
     if named := os.environ.get(variable):
         candidates = [named]
-    for name in candidates:
+    for candidate in candidates:
+        name, *options = _split(candidate) or [""]
         if found := shutil.which(name):
-            return found
+            return (found, *options)
     language = "C++" if variable == "CXX" else "C"
     looked = f"{variable}={named}" if named else ", ".join(candidates)
     raise BuildError(
         f"No {language} compiler found (looked for {looked}).",
         advice="Debian, Ubuntu: apt install g++. Fedora: dnf install gcc-c++. macOS: xcode-select --install.",
     )
+
+
+def _split(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError:  # an unpaired quote
+        return [command]
 
 
 def find_cmake() -> str:
@@ -127,10 +161,16 @@ def _candidates(name: str) -> list[str]:
     return [path for path in dict.fromkeys(found) if path]
 
 
-def _first_line(program: str) -> str:
-    """The first line of `program --version`, empty if it cannot be run."""
+def _first_line(*command: str) -> str:
+    """The first line of `command --version`, empty if it cannot be run."""
+    lines = _output(*command, "--version").strip().splitlines()
+    return lines[0].strip() if lines else ""
+
+
+def _output(*command: str) -> str:
+    """What a command prints, empty if it cannot be run or fails."""
     try:
-        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout.splitlines()[0].strip() if done.stdout.strip() else ""
+    return done.stdout

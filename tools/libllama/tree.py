@@ -6,7 +6,8 @@ a stored manifest lets a changed tree be compared file by file.
 
 Left out are the files at the top that are ours (`pin.toml`, `README.md`) and everything that belongs
 to a version control system: upstream's archive carries a `.git` file, which would turn the folder
-into a broken nested repository. So are `__pycache__` folders, which appear by themselves.
+into a broken nested repository. So are `__pycache__` folders, which appear by themselves. Links are
+followed; one that leads nowhere counts by the place it names.
 """
 
 from __future__ import annotations
@@ -37,7 +38,12 @@ def is_source(relative: str) -> bool:
 
 def iter_files(root: Path) -> Iterator[str]:
     """Relative paths of all files of the tree, in no particular order."""
-    for folder, folders, names in os.walk(root):
+    seen: set[str] = set()
+    for folder, folders, names in os.walk(root, followlinks=True):
+        if (real := os.path.realpath(folder)) in seen:  # a link back into the tree
+            folders.clear()
+            continue
+        seen.add(real)
         prefix = os.path.relpath(folder, root)
         prefix = "" if prefix == "." else prefix.replace(os.sep, "/") + "/"
         folders[:] = [name for name in folders if is_source(f"{prefix}{name}/")]
@@ -52,7 +58,14 @@ def file_digest(path: Path) -> str:
 
 def scan(root: Path) -> dict[str, str]:
     """Path → SHA-256 of every file of the tree; empty for a folder that does not exist."""
-    return {path: file_digest(root / path) for path in iter_files(root)}
+    return {path: digest for path in iter_files(root) if (digest := _digest(root / path))}
+
+
+def _digest(path: Path) -> str:
+    """SHA-256 of a file, or of where a dangling link leads; empty for what holds no content (a socket)."""
+    if path.is_file():
+        return file_digest(path)
+    return hashlib.sha256(os.fsencode(os.readlink(path))).hexdigest() if path.is_symlink() else ""
 
 
 def manifest_text(digests: dict[str, str]) -> str:

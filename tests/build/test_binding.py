@@ -1,18 +1,20 @@
-"""`build_binding`: what is compiled how, when it is skipped, and how it fails."""
+"""`build_binding`: what is compiled how, and how it fails."""
 
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import stat
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-REPO = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPO / "tools" / "libllama"))
-
-import binding  # noqa: E402  # the developer scripts are no package
+from tools.libllama import binding, runtime
+from tools.libllama.errors import BuildError
 
 FAKE_COMPILER = """#!{python}
 import json, pathlib, sys
@@ -47,7 +49,7 @@ class Build:
             libs_dir=self.folder / "libs",
             include_dirs=[self.folder / "include"],
             out_dir=self.out,
-            cxx=cxx or self.compiler(),
+            cxx=shlex.split(cxx or self.compiler()),
             cxx_flags=flags,
             stamp=stamp,
             log=self.said.append,
@@ -80,36 +82,52 @@ def test_sources_and_link(build: Build) -> None:
         is_ours = not any(a.endswith("_binding.cpp") for a in command)
         assert ("-Wall" in command) is is_ours
         assert f"-isystem{build.folder / 'include'}" in command
-    stamp = binding.stamp_module.full_stamp("pin-cpu", binding.stamp_module.sources_hash(binding.PACKAGE_DIR))
+    stamp = runtime.stamp.full_stamp("pin-cpu", runtime.stamp.sources_hash(binding.PACKAGE_DIR))
     assert f'-DERLLAMA_BUILD_STAMP="{stamp}"' in compiled[0]
     assert any("$ORIGIN" in a or "@loader_path" in a for a in link)
     assert [a for a in link if a.startswith("-l")] == ["-lllama", "-lllama-common", "-lggml", "-lggml-base"]
-    assert binding.stamp_module.expected_stamp(build.out, binding.PACKAGE_DIR) == stamp
-
-
-def test_unchanged_inputs_compile_nothing(build: Build) -> None:
-    """A second run with the same inputs says so and calls no compiler."""
-    build()
-    n = len(build.commands())
-    build()
-    assert len(build.commands()) == n
-    assert build.said[-1] == "binding: up to date"
-
-
-@pytest.mark.parametrize("change", [{"stamp": "other"}, {"flags": ("-g",)}])
-def test_changed_inputs_compile_again(build: Build, change: dict[str, object]) -> None:
-    """Another stamp or other flags build everything anew."""
-    build()
-    n = len(build.commands())
-    build(**change)
-    assert len(build.commands()) == 2 * n
+    assert runtime.stamp.expected_stamp(build.out, binding.PACKAGE_DIR) == stamp
 
 
 def test_failure_shows_command_and_output(build: Build) -> None:
     """A compiler that fails is quoted, and leaves nothing that counts as built."""
-    build()
-    with pytest.raises(binding.BindingFailed, match="boom: no such thing") as caught:
-        build(cxx=build.compiler("fail"), stamp="next")
-    assert "shim.cpp" in str(caught.value)
-    assert binding.stamp_module.read_stamp(build.out) is None
-    assert build().read_bytes() == b"made"
+    with pytest.raises(BuildError, match="Compiling the binding failed") as caught:
+        build(cxx=build.compiler("fail"))
+    assert caught.value.log_tail == ["boom: no such thing"]
+    assert "shim.cpp" in caught.value.advice
+    assert runtime.stamp.read_stamp(build.out) is None
+
+
+def test_a_compiler_may_be_a_command(build: Build) -> None:
+    """A launcher in front (ccache) and options behind are part of every call."""
+    build(cxx=f"env {build.compiler()} -m64")
+    assert {command[0] for command in build.commands()} == {"-m64"}
+
+
+def test_a_killed_build_leaves_no_compiler(build: Build, tmp_path: Path) -> None:
+    """kill -9 of the build ends the compiler and what the compiler started."""
+    hanging = tmp_path / "hang"
+    hanging.write_text(f"#!/bin/sh\nsleep 60 &\necho $$ $! > {tmp_path}/pids\nwait\n")
+    hanging.chmod(0o755)
+    code = f"""
+from pathlib import Path
+from tools.libllama import binding
+binding.build_binding(libs_dir=Path("x"), include_dirs=[], out_dir=Path({str(build.out)!r}),
+                      cxx=[{str(hanging)!r}], stamp="x", log=str)
+"""
+    with subprocess.Popen([sys.executable, "-c", code]) as us:
+        while not (tmp_path / "pids").exists() or not (tmp_path / "pids").read_text().strip():
+            assert us.poll() is None
+            time.sleep(0.01)
+        us.kill()
+    assert [_is_gone(int(pid)) for pid in (tmp_path / "pids").read_text().split()] == [True, True]
+
+
+def _is_gone(pid: int) -> bool:
+    for _ in range(500):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.01)
+    return False
