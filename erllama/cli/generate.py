@@ -29,6 +29,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Check everything that can be checked before the model is fetched or loaded, then generate."""
     context = _checked(ContextOptions, arguments, {"n_ctx": arguments.n_ctx, "n_threads": arguments.threads})
     generation = _generation(arguments)
+    if arguments.model == "":
+        _misuse(arguments, "argument -m/--model: expected the path of a GGUF file")
     prompt = arguments.prompt if arguments.prompt is not None else _read_stdin(arguments)
     with show_warnings():
         trio.run(_generate, arguments, context, generation, prompt)

@@ -15,7 +15,8 @@ def current_home() -> Home:
         return trio.lowlevel.current_trio_token()
     except RuntimeError:
         raise RequestError(
-            "erllama runs on trio: start the program with trio.run(main) instead of asyncio.run(main())",
+            "this was called from outside a trio task: start the program with trio.run(main), not "
+            "asyncio.run(main()), and call from worker threads through trio.from_thread",
             reason="wrong_loop",
         ) from None
 

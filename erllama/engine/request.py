@@ -49,6 +49,7 @@ class EventStream:
 
     def cancel(self) -> None:
         """End the request now; `Done` follows with finish_reason "cancelled". Harmless when it is over."""
+        require_home(self._home)
         self._cancel(self._seq)
 
     def __aiter__(self) -> EventStream:

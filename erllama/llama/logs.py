@@ -25,7 +25,12 @@ log.addHandler(logging.NullHandler())  # without any handler Python would print 
 # ggml.h: enum ggml_log_level. Its INFO is for developers of llama.cpp: hundreds of lines a load.
 LEVELS = {3: logging.WARNING, 4: logging.ERROR}
 # Errors that only say that a decode was aborted (ggml.h: status 1; llama.h: code 2), which was our doing.
-OUR_ABORTS = ("failed to compute graph, compute status: 1", "failed to decode, ret = 2")
+OUR_ABORTS = (
+    "sched_graph_compute_async failed with error 1",
+    "failed to compute graph, compute status: 1",
+    "failed to decode, ret = 2",
+)
+CLEARING = "decode: removing memory module entries"  # follows every failed decode, whose error says more
 DEBUG, INFO, WARN, ERROR = 1, 2, 3, 4
 
 WAIT_MS = 60_000  # an upper bound only: a line or a shutdown wakes the thread at once
@@ -73,7 +78,8 @@ def _emit(lib: Library, line: Any) -> None:
     text = lib.ffi.buffer(line.text, line.n_bytes)[:].decode("utf-8", "replace")
     if line.n_dropped:
         log.warning("%d log lines of llama.cpp were dropped", line.n_dropped)
-    level = logging.DEBUG if text.endswith(OUR_ABORTS) else LEVELS.get(line.level, logging.DEBUG)
+    is_routine = text.endswith(OUR_ABORTS) or text.startswith(CLEARING)
+    level = logging.DEBUG if is_routine else LEVELS.get(line.level, logging.DEBUG)
     log.log(level, "%s", text, extra={"native_thread": line.thread_id})
 
 

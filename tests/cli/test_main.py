@@ -77,6 +77,7 @@ def test_without_arguments_there_is_help(erllama_command):
         (["generate", "-p", "x", "--n-ctx", "0"], "--n-ctx: expected a whole number"),
         (["generate", "-p", "x", "--threads", "0"], "--threads: expected a whole number"),
         (["generate", "-p", "x", "--stop", ""], "--stop: expected"),
+        (["generate", "-p", "x", "-m", ""], "--model: expected the path of a GGUF file"),
         (["demo", "--fast"], "unknown argument --fast"),
         (["generat"], "invalid choice: 'generat'"),
     ],

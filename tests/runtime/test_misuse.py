@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from typing import TYPE_CHECKING
 
 import pytest
 import trio
 
 import erllama
 from erllama import RequestError, open_engine
+from erllama.testing import FakeBackend
 
 from .scenes import loaded, wait_idle
+
+if TYPE_CHECKING:
+    from erllama.backend import BackendFacts
 
 
 @pytest.mark.parametrize("call", ["complete", "unload", "wait_closed", "reset_session"])
@@ -32,7 +38,9 @@ async def test_a_stream_and_an_engine_stay_in_their_loop():
             with pytest.raises(RequestError) as caught:
                 await trio.to_thread.run_sync(lambda call=call: trio.run(call))
             assert caught.value.reason == "wrong_loop"
-        assert (await erllama.collect(events)).generated
+        with pytest.raises(RequestError, match=r"trio\.from_thread"):
+            await trio.to_thread.run_sync(events.cancel)
+        assert (await erllama.collect(events)).finish_reason == "length"
 
 
 def test_asyncio_is_told_to_be_trio():
@@ -126,6 +134,28 @@ async def test_after_the_engine_the_model_says_so():
         pass
     with pytest.raises(erllama.NotLoaded, match="ended with its engine"):
         await model.complete("p")
+
+
+async def test_progress_never_repeats_itself():
+    """A fraction that has not changed since the last look is not reported again."""
+    looks = iter((0.125, 0.25, 0.25, 0.25, 1.0, 1.0))
+    enough = threading.Event()
+
+    class Slow(FakeBackend):
+        def load_fraction(self) -> float:
+            fraction = next(looks, None)
+            if fraction is None:
+                enough.set()
+            return fraction or 1.0
+
+        def open(self) -> BackendFacts:
+            assert enough.wait(10)
+            return super().open()
+
+    seen: list[float] = []
+    async with open_engine() as engine:
+        await engine.load_model(backend=Slow(threaded=True), progress=seen.append)
+    assert seen == [0.125, 0.25, 1.0]
 
 
 async def test_progress_has_to_be_callable():
