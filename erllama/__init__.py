@@ -51,9 +51,12 @@ from .options import ContextOptions as ContextOptions
 from .options import EngineConfig as EngineConfig
 from .options import ModelOptions as ModelOptions
 from .types import CacheDelta as CacheDelta
+from .types import CacheHit as CacheHit
 from .types import Completion as Completion
 from .types import Done as Done
 from .types import Event as Event
+from .types import Miss as Miss
+from .types import Prefilled as Prefilled
 from .types import Request as Request
 from .types import Stats as Stats
 from .types import Token as Token

@@ -156,6 +156,13 @@ def string(value: object) -> str:
     return value
 
 
+def binary(value: object) -> bytes:
+    """Any bytes."""
+    if not isinstance(value, (bytes, bytearray)):
+        raise Rejected("bytes")
+    return bytes(value)
+
+
 def hashable(value: object) -> Hashable:
     """Any value that can be a key."""
     try:
@@ -343,6 +350,8 @@ class GenerationOptions:
     on_full: Literal["block", "error"] = option(default="block", check=choice("block", "error"))
     cache: Literal["on", "read", "off"] = option(default="on", check=choice("on", "read", "off"))
     session_id: Hashable = option(default=None, check=hashable)
+    parent_key: bytes | None = option(default=None, check=optional(binary))
+    prefix_checkpoint_len: int | None = option(default=None, check=optional(integer(1)))
 
 
 @options

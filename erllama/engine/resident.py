@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Resident:
-    """What a slot still holds: the KV of every token of `ledger`."""
+    """What a slot still holds: the KV of every token of `ledger`.
+
+    With a `session_id` it is that session's pin, and `ledger` followed by `pending` is its whole history:
+    what was sampled last, or cancelled before it was computed, is not in memory yet.
+    """
 
     slot: int
     ledger: NDArray[np.int32]
@@ -27,23 +31,32 @@ class Resident:
     path: NodePath
     last_used: float
     session_id: Hashable = None
+    pending: NDArray[np.int32]
+    n_prompt: int  # of the turn that left it
 
     @classmethod
-    def of(cls, seq: RunningSequence, now: float) -> Resident:
-        """What `seq` leaves in its slot if it goes now."""
+    def of(cls, seq: RunningSequence, now: float, *, pinned: bool = False) -> Resident:
+        """What `seq` leaves in its slot if it goes now; `pinned`: for its session."""
         return cls(
             slot=seq.slot,
             ledger=np.asarray(seq.ledger[: seq.n_kv], np.int32),
             cells=seq.cells,
             path=seq.path,
             last_used=now,
-            session_id=seq.options.session_id,
+            session_id=seq.options.session_id if pinned else None,
+            pending=np.asarray(seq.ledger[seq.n_kv :], np.int32),
+            n_prompt=seq.n_prompt,
         )
 
     @property
     def n_kv(self) -> int:
         """Tokens in memory."""
         return len(self.ledger)
+
+    @property
+    def history(self) -> NDArray[np.int32]:
+        """Every token of the session, in memory or not."""
+        return np.concatenate([self.ledger, self.pending])
 
 
 def n_common(a: Sequence[int], b: NDArray[np.int32]) -> int:

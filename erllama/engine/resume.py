@@ -38,7 +38,9 @@ class Resumer:
     def has_more(self, seq: Sequence) -> bool:
         """Whether the store holds more of `seq` than live sequences do. A plain read."""
         n_live = max(seq.n_kv, self._lanes.n_led(seq))
-        return self._cache.store.peek(self._cache.identity, Prompt.of(seq.ledger))[0] >= n_live
+        n_whole = self._cache.store.peek(self._cache.identity, Prompt.of(seq.ledger))[0]
+        # A further node may share some tokens; that is not worth a look where a session goes on.
+        return n_whole > n_live if seq.is_sticky else n_whole >= n_live
 
     async def restore(self, seq: Sequence) -> None:
         """Bring into memory what is stored and not there yet. Does nothing once `seq` lost its slot.
@@ -48,6 +50,10 @@ class Resumer:
         generation = self._lanes.generation[seq.slot]
         store = self._cache.store
         match = await store.find(self._cache.identity, Prompt.of(seq.ledger))
+        seq.evidence.saw(match.n_tokens, (), 0)
+        if (last := match.partial) is not None:
+            n = last.node.start + last.n_tokens
+            seq.evidence.saw(n, [*seq.ledger[: last.node.start], *last.node.ids], last.node.end)
         with store.lease(match) as lease:
             for index, node in enumerate(lease.nodes):
                 last = match.partial if lease.partial and index == len(lease.nodes) - 1 else None
@@ -56,6 +62,7 @@ class Resumer:
                 if wanted[1] <= wanted[0]:
                     continue
                 if not await self._restore_node(seq, generation, lease, index, wanted):
+                    seq.evidence.failed = self._still_wants(seq, generation)
                     return
                 if wanted[1] == node.end:
                     self._note_node(seq, match, index)

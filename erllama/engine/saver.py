@@ -22,6 +22,10 @@ from erllama.kvcache.kinds import ROOT_NAME, PartKind, Provenance, SaveReason
 from erllama.kvcache.policy import cut_blocks
 from erllama.kvcache.store import Draft
 
+from .heads import pin_head, pin_prefix, reason_of
+from .purpose import Purpose
+from .saved_names import SavedNames
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -68,6 +72,8 @@ class Saver:
         self._sizes: dict[int, int] = {}  # tokens of a node → bytes of its export
         self._idle = trio.Event()
         self._idle.set()
+        self._changed = trio.Event()  # something planned was written, or given up
+        self.saved_names = SavedNames(cache.identity)
 
     def __repr__(self) -> str:
         return f"<Saver {len(self._planned)} planned>"
@@ -87,8 +93,9 @@ class Saver:
 
     def plan_end(self, seq: Sequence) -> None:
         """Queue everything that is not stored yet, the tail included: `seq` is about to end."""
-        if self._cache.policy.gate(SaveReason.FINISH, seq.n_kv) is None:
+        if seq.purpose is Purpose.PIN or self._cache.policy.gate(SaveReason.FINISH, seq.n_kv) is None:
             self._plan(seq, SaveReason.FINISH, tail=True)
+            pin_head(self._cache.store, seq)
 
     def _plan(self, seq: Sequence, reason: SaveReason, *, tail: bool) -> None:
         identity, path = self._cache.identity, seq.path
@@ -104,7 +111,7 @@ class Saver:
                 parent=parent,
                 start=start,
                 tokens=tokens,
-                reason=reason,
+                reason=reason_of(seq, start, end, reason),
                 provenance=Provenance.PREFILL if end <= seq.n_prompt else Provenance.DECODED,
             )
             path.add(node.name, end)
@@ -142,14 +149,27 @@ class Saver:
         self._names[node.name] -= 1
         self._names += Counter()  # drops what is zero
         self._lanes.reading[node.slot] -= 1
+        self._changed.set()
+        self._changed = trio.Event()
         self._wake()
 
     async def wait_idle(self) -> None:
         """Until nothing is planned any more. Cancellation: harmless."""
         await self._idle.wait()
 
+    def is_saving(self, name: bytes) -> bool:
+        """Whether a node of that name is planned or being written."""
+        return self._names[name] > 0
+
+    async def wait_saved(self, name: bytes) -> None:
+        """Until the node of that name is written, or given up. Cancellation: harmless."""
+        while self.is_saving(name):
+            await self._changed.wait()
+
     async def _save(self, node: PlannedNode) -> None:
         store = self._cache.store
+        if store.has(node.name) and node.reason is SaveReason.AGENT_PREFIX:
+            pin_prefix(store, node.name)
         if store.has(node.name) or not self._is_there(node):
             return
         began = time.perf_counter_ns()
@@ -169,7 +189,9 @@ class Saver:
             if n_bytes != buffer.n_bytes:
                 log.warning("a block of %d tokens changed its size: %d bytes", n, n_bytes)
                 return
-            await store.save(self._draft(node, buffer), tier=self._cache.tier)
+            saved = await store.save(self._draft(node, buffer), tier=self._cache.tier)
+            if saved.stored:
+                self.saved_names.add(node.parent, node.name, n)
         finally:
             buffer.release()
 

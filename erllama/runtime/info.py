@@ -8,12 +8,18 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from erllama.types import CacheHit
+
 Phase = Literal["idle", "prefilling", "generating"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """One loaded model. `details` holds what its backend tells: architecture, sizes, memory, build."""
+    """One loaded model. `details` holds what its backend tells: architecture, sizes, memory, build.
+
+    `available_seqs` sequences are free, `pinned_idle_seqs` are held for sessions and are taken back when
+    nothing else is free; the others run.
+    """
 
     model_id: str
     path: str | None
@@ -22,6 +28,8 @@ class ModelInfo:
     n_ctx: int
     n_seq_max: int
     available_seqs: int
+    pinned_idle_seqs: int
+    last_cache_hit: CacheHit | None
     memory_kind: str
     loaded_at_monotonic: float
     details: Mapping[str, Any]
