@@ -229,8 +229,8 @@ class Model:
     async def pin(self, prompt: Prompt, ttl_s: float | None = None) -> int:
         """Compute and store a prompt, however short, and keep it from eviction, for `ttl_s` seconds if given.
 
-        Returns the tokens that are kept: 0 if that would take more than the share of the tier that may be
-        pinned (`SavePolicy.pin_fraction`). The oldest pins give way to new ones.
+        Returns how many of its tokens are: fewer where the tier has no room for all, 0 if they would take
+        more than the share of it that may be pinned. The pins unused for longest give way to new ones.
         Raises: as `complete`, and `NotSupported` if this model's memory is not kept.
         Cancellation: nothing is pinned.
         """
