@@ -49,7 +49,7 @@ from .sessions import history_of
 from .state import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Iterable
 
     from erllama.options import ContextOptions
     from erllama.types import FinishReason
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from .sequence import Sequence
 
 log = logging.getLogger("erllama.engine")
+SAVE_PATIENCE_S = 1.0  # how long others stand still so that what a resident holds can be saved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +99,7 @@ class Actor:
         self.facts = facts
         self._backend = backend
         self._options = options
-        self._lanes = Lanes(facts)
+        self._lanes = Lanes(facts, self._save)
         self._thread = ModelThread(backend, runner, self._lanes.take_ops)
         self.cache = cache  # whose KV this is, and where it is kept
         self._saver = self._resumer = self._hint = None
@@ -117,6 +118,7 @@ class Actor:
         self._aborting = False
         self._following: set[Sequence] = set()  # they wait for an older one that computes the same prompt
         self._squeeze: int | None = None  # a smaller prefill chunk after a refused step
+        self._stalled_since: float | None = None  # nobody goes on until residents are saved, and leave
         self._wakeup = trio.Event()
         self._stopped: ErllamaError | None = None
         self._n = dict.fromkeys(
@@ -255,10 +257,9 @@ class Actor:
     def _stop(self, reason: ErllamaError) -> None:
         self._stopped = reason
         left = [seq for seq in self.sequences() if seq.phase is not Phase.FINISHED]
-        if self._saver is not None:
-            for seq in left:
-                if seq.has_slot and seq.options.cache == "on":
-                    self._saver.plan_end(seq)
+        for seq in left:
+            if seq.has_slot and seq.options.cache == "on":
+                self._save(seq)
         self._lanes.waiting.clear()
         self._lanes.parked.clear()
         self._lanes.running.clear()
@@ -274,7 +275,15 @@ class Actor:
     async def flush(self) -> None:
         """Save what is planned. Only once `run` has ended. Cancellation: the rest is not saved."""
         if self._saver is not None:
-            await self._saver.drain()
+            try:
+                await self._saver.drain()
+            finally:
+                self._saver.give_up()
+
+    def _save(self, seq: Sequence) -> None:
+        """Plan to save whatever `seq` has computed: it is about to leave its slot."""
+        if self._saver is not None:
+            self._saver.plan_end(seq)
 
     async def _turn(self) -> None:
         self._wakeup = trio.Event()
@@ -287,18 +296,23 @@ class Actor:
             elif not self._lanes.park_lagging(now):
                 break
         self._following = self._lanes.share_running()
-        self._make_room()
+        self._make_room(now)
         shares = self._plan()
         if shares:
             await self._step(shares)
         else:
-            with trio.move_on_after(max(0.0, self._lanes.park_in_s(now))):
-                await self._wakeup.wait()
+            await self._wait(now)
+
+    async def _wait(self, now: float) -> None:
+        """Until something changes, or it is time to park somebody or to give up on a save."""
+        patience = math.inf if self._stalled_since is None else self._stalled_since + SAVE_PATIENCE_S - now
+        with trio.move_on_after(max(0.0, min(patience, self._lanes.park_in_s(now)))):
+            await self._wakeup.wait()
 
     def _start_restore(self, seq: Sequence) -> None:
         # What an older sequence has or is computing is taken from there; the store is read once for all.
         if self._needs_store(seq):
-            self._nursery.start_soon(self._restore, seq, self._lanes.generation[seq.slot])
+            self._nursery.start_soon(self._restore, seq, seq.n_admitted)
         else:
             self._restored(seq)
 
@@ -309,18 +323,18 @@ class Actor:
             return False  # it goes on from what its session holds, whatever else there is
         return self._hint.is_pending(seq) or self._resumer.has_more(seq)
 
-    async def _restore(self, seq: Sequence, generation: int) -> None:
+    async def _restore(self, seq: Sequence, stay: int) -> None:
         assert self._resumer is not None
         assert self._hint is not None
 
         def waits() -> bool:
-            return seq.phase is Phase.RESTORE and self._lanes.generation[seq.slot] == generation
+            return seq.phase is Phase.RESTORE and seq.n_admitted == stay
 
         try:
             if self._hint.is_pending(seq):
                 await self._hint.wait(seq)
             if waits():
-                await self._resumer.restore(seq)
+                await self._resumer.restore(seq, stay)
         finally:
             if waits():
                 self._restored(seq)
@@ -336,8 +350,7 @@ class Actor:
         if seq.has_slot:
             self.hits.ending(seq)
         if seq.has_slot and seq.options.cache == "on" and not seq.leaves_nothing:
-            if self._saver is not None:
-                self._saver.plan_end(seq)
+            self._save(seq)
             resident = Resident.of(seq, trio.current_time(), pinned=seq.pins)
         self._lanes.release(seq.finish(reason, trio.current_time()), resident)
 
@@ -356,13 +369,27 @@ class Actor:
             if s.phase is not Phase.RESTORE and s.buffer.has_room and s not in self._following
         ]
 
-    def _make_room(self) -> None:
+    def _make_room(self, now: float) -> None:
         chunk = self._options.prefill_chunk_size or self.facts.n_batch
         wanted = sum(min(chunk, s.n_tokens - s.n_kv) for s in self._ready())
         self._lanes.reclaim(int(min(wanted, self.facts.n_batch)))
         while lacks_cells(self._ready(), self._n_free_cells):
+            if self._lanes.is_saving:
+                self._stall(now)
+                return
             if not self._preempt():
-                break
+                return
+            self._lanes.reclaim(len(self._ready()))
+            self._following = self._lanes.share_running()  # who was waited for may have been the one to go
+
+    def _stall(self, now: float) -> None:
+        """Residents that are being saved hold the cells that are lacking; not for ever."""
+        if self._stalled_since is None:
+            self._stalled_since = now
+        elif now - self._stalled_since >= SAVE_PATIENCE_S:
+            self._lanes.drop_resident(unsaved=True)
+            self._stalled_since = None
+            self.wake()
 
     @property
     def _n_free_cells(self) -> int | None:
@@ -370,7 +397,7 @@ class Actor:
         return None if len(self._lanes.running) == 1 else self._lanes.n_free_cells
 
     def _preempt(self) -> bool:
-        seq = self._lanes.preempt_youngest()
+        seq = self._lanes.preempt_youngest(trio.current_time())
         if seq is None:
             return False
         self._n["preempted"] += 1
@@ -397,10 +424,12 @@ class Actor:
             tuple(_row(share, seq) for share, seq in zip(shares, self._in_flight, strict=True)),
             self._pace.budget_s(self._options.decode_budget_s, n_decode, n_prefill),
         )
+        stepping = list(self._in_flight)
         try:
-            result = await self._thread.step(step)
+            with self._lanes.reserving(step.n_tokens):
+                result = await self._thread.step(step)
         except ErllamaError as error:
-            await self._rebuild(error)
+            await self._rebuild(error, stepping)
             return
         finally:
             self._in_flight = []
@@ -412,11 +441,12 @@ class Actor:
                 self._n["decode_rows"] += n_decode
                 self._n["prefill_tokens"] += n_prefill
                 self._pace.observe(n_decode, n_prefill, result.compute_s)
-                self._squeeze = None
+                self._squeeze = self._stalled_since = None
                 self._apply(shares, result)
             case StepStatus.NO_ROOM:
                 self._n["refused_steps"] += 1
-                self._yield_room(shares)
+                if not self._yield_room(shares):
+                    await self._wait(trio.current_time())
             case StepStatus.ABORTED:
                 self._n["aborted_steps"] += 1
                 await self._repair(shares)
@@ -425,7 +455,7 @@ class Actor:
                     DecodeTimeout(f"a step of {step.n_tokens} tokens took longer than {step.budget_s:.3g} s")
                 )
             case StepStatus.FATAL:
-                await self._rebuild(DecodeFailed(rc=result.rc))
+                await self._rebuild(DecodeFailed(rc=result.rc), stepping)
 
     # --- what a step changes ---
 
@@ -456,10 +486,16 @@ class Actor:
         if reason is not None:
             self._finish(seq, reason)
 
-    def _yield_room(self, shares: list[Share]) -> None:
-        """The model refused for lack of cells, and nothing changed: ask for less, then for fewer."""
+    def _yield_room(self, shares: list[Share]) -> bool:
+        """The model refused for lack of cells, and nothing changed: ask for less, then for fewer.
+
+        False: cells will be free when a resident is saved.
+        """
         if self._lanes.drop_resident():
-            return
+            return True
+        if self._lanes.is_saving:
+            self._stall(trio.current_time())
+            return False
         largest = max(shares, key=lambda share: share.n)
         if largest.n > PIECE:
             self._squeeze = max(PIECE, largest.n // 2 // PIECE * PIECE)
@@ -473,6 +509,7 @@ class Actor:
                     detail={"n_prompt": seq.n_prompt, "n_ctx": self.facts.n_ctx},
                 )
                 self._lanes.release(seq.fail(error))
+        return True
 
     async def _repair(self, shares: list[Share]) -> None:
         """Set every surviving sequence of an aborted step to what its memory really holds."""
@@ -488,9 +525,15 @@ class Actor:
         for (_, seq), n_kv in zip(survivors, kept, strict=True):
             seq.rewind(n_kv)
 
-    async def _rebuild(self, error: ErllamaError) -> None:
-        """A fresh context. Who ran fails with `error`; who waits goes on."""
+    async def _rebuild(self, error: ErllamaError, stepping: Iterable[Sequence] = ()) -> None:
+        """A fresh context. Who ran fails with `error`; who waits goes on.
+
+        `stepping` were in the step that failed: whoever of them stood on KV that was restored and never
+        proven by a step is not to blame. That KV is never served again, and the request starts over, once.
+        """
         log.error("%s: rebuilding the context after %s", self.model_id, error)
+        for seq in stepping:
+            self._start_over(seq)
         for slot, seq in list(self._lanes.running.items()):
             seq.fail(error)
             self._lanes.release(slot)
@@ -499,6 +542,16 @@ class Actor:
         self._lanes.clear_memory()
         self._n["rebuilt"] += 1
         await self._thread.rebuild()
+
+    def _start_over(self, seq: Sequence) -> None:
+        if not seq.unproven or self.cache is None:
+            return
+        for name in seq.unproven:
+            self.cache.store.quarantine(name, "a decode failed right behind it")
+        if not seq.retried and not seq.cancelled:
+            seq.retried = True
+            self._lanes.release(seq.preempt())
+            self._lanes.requeue(seq)
 
 
 def _row(share: Share, seq: Sequence) -> Row:

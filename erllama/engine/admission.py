@@ -9,8 +9,9 @@ Where memory allows it (`ranges`), a sequence that is over stays in its cells as
 needs the room, and whoever comes with the same beginning shares it: with residents and with sequences
 that still run. A session's next turn takes its pinned resident over, slot and all (see `sessions`). When room
 runs out, residents go first, the longest unused one before others and pins last; then the youngest running
-sequence gives up its cells and waits again. A sequence whose reader lags for seconds is parked when somebody
-waits for its place, and queued again when it has been read.
+sequence gives up its slot and waits again: it is saved and leaves a resident like everybody else, which goes
+when the save is done. A sequence whose reader lags for seconds is parked when somebody waits for its place,
+and queued again when it has been read.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, deque
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,7 +33,7 @@ from .sessions import admitted_as, by_worth, goes_on, pin_of, sessions_waiting
 from .state import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Callable, Hashable, Iterator
 
     from erllama.backend import BackendFacts
 
@@ -44,7 +46,8 @@ DECODE_RESERVE = 32  # cells kept for each running sequence to grow into
 class Lanes:
     """The waiting queue, the running sequences and the residents."""
 
-    def __init__(self, facts: BackendFacts) -> None:
+    def __init__(self, facts: BackendFacts, save: Callable[[Sequence], None] = lambda _: None) -> None:
+        self._save = save  # plans to save what a sequence has computed, before it gives way
         self._n_cells = None if facts.streams_separate else facts.n_cells
         self._ranges = facts.ranges
         self._empty = list(range(facts.n_slots))
@@ -55,6 +58,8 @@ class Lanes:
         self.residents: dict[int, Resident] = {}
         self.generation: Counter[int] = Counter()  # of a slot: changes when what it holds is given up
         self.reading: Counter[int] = Counter()  # saves that still have to read a slot
+        self._n_reserved = 0  # cells that calls in flight are about to fill
+        self._left: list[Resident] = []  # residents that ran a moment ago
         self._ops: list[MemoryOp] = []
         self._alike: dict[tuple[int, int], int] = {}  # common beginnings of running sequences, by arrival
         self._crowded = False  # somebody gave way: who came back at once would be sent away again, for ever
@@ -74,10 +79,19 @@ class Lanes:
 
     @property
     def n_free_cells(self) -> int | None:
-        """Cells nobody holds; None where every sequence has its own."""
+        """Cells nobody holds or is about to fill; None where every sequence has its own."""
         if self._n_cells is None:
             return None
-        return self._n_cells - n_distinct(holder.cells for holder in self._holders())
+        return self._n_cells - self._n_reserved - n_distinct(holder.cells for holder in self._holders())
+
+    @contextmanager
+    def reserving(self, n: int) -> Iterator[None]:
+        """Count `n` cells as taken while a call that fills them is in flight."""
+        self._n_reserved += n
+        try:
+            yield
+        finally:
+            self._n_reserved -= n
 
     def _holders(self) -> list[Resident | Sequence]:
         return [*self.residents.values(), *self.running.values()]
@@ -134,6 +148,8 @@ class Lanes:
             self.generation[slot] += 1
         self.running[slot] = seq
         seq.admit(slot, now, shared, path)
+        if source is not None:
+            seq.unproven |= source.unproven
         return True
 
     # --- sessions ---
@@ -183,6 +199,7 @@ class Lanes:
         del self.residents[slot]
         self.running[slot] = seq
         seq.admit(slot, now, shared, pin.path.up_to(n), kind=admitted_as(seq))
+        seq.unproven |= pin.unproven
         return True
 
     def n_live(self, tokens: list[int]) -> int:
@@ -221,17 +238,32 @@ class Lanes:
         """
         waiting: set[Sequence] = set()
         filling = [s for s in self.running.values() if s.phase is Phase.PREFILL]
+        self._take_over(filling)
         for seq in sorted(filling, key=lambda s: s.arrival):
             leader, n = self._leader(seq)
             if leader is None:
                 continue
             if (end := min(n, leader.n_kv)) > seq.n_kv:
-                self._ops.append(Share(leader.slot, seq.slot, seq.n_kv, end))
                 seq.evidence.saw(n, leader.ledger, leader.n_tokens)
-                seq.share(leader, end)
-            if leader.phase is not Phase.DECODE and n > leader.n_kv and seq.phase is Phase.PREFILL:
+                self._share(leader, seq, end)
+            if n > seq.n_kv and seq.phase is Phase.PREFILL and _leads(leader, seq):
                 waiting.add(seq)
         return waiting
+
+    def _take_over(self, filling: list[Sequence]) -> None:
+        """What a leader computed in its last step is left to those who followed it."""
+        self._left = [r for r in self._left if self.residents.get(r.slot) is r]
+        for seq in filling:
+            for resident in self._left:
+                if (n := self._n_shared(seq, resident)) > seq.n_kv:
+                    seq.evidence.saw(n, resident.ledger, resident.n_kv)
+                    self._share(resident, seq, n)
+        if all(s.phase is not Phase.RESTORE for s in self.running.values()):
+            self._left.clear()
+
+    def _share(self, source: Resident | Sequence, seq: Sequence, end: int) -> None:
+        self._ops.append(Share(source.slot, seq.slot, seq.n_kv, end))
+        seq.share(source, end)
 
     def n_led(self, seq: Sequence) -> int:
         """How much of `seq` an older running sequence has or will have."""
@@ -243,7 +275,9 @@ class Lanes:
         if seq.options.cache == "off":
             return best
         for other in self.running.values():
-            if other.arrival < seq.arrival and (n := self._n_alike(seq, other)) > best[1]:
+            if other.arrival > seq.arrival or other is seq or (n := self._n_alike(seq, other)) <= best[1]:
+                continue
+            if other.n_kv > seq.n_kv or _leads(other, seq):
                 best = other, n
         return best
 
@@ -257,7 +291,7 @@ class Lanes:
         return self._alike[pair]
 
     def _n_shared(self, seq: Sequence, holder: Resident | Sequence) -> int:
-        if not self._ranges or seq.options.cache == "off":
+        if not self._ranges or seq.options.cache == "off" or not holder.shareable:
             return 0
         n = min(holder.n_kv, seq.n_tokens - 1)
         return n_common(seq.ledger[:n], np.asarray(holder.ledger[:n], np.int32))
@@ -279,7 +313,10 @@ class Lanes:
     # --- giving up ---
 
     def release(self, slot: int | None, resident: Resident | None = None) -> None:
-        """A lane was given up. What `resident` describes stays in its cells; without it they are freed."""
+        """A lane was given up. What `resident` describes stays in its cells; without it they are freed.
+
+        A call in flight may still add to the slot (an import; a step that is aborted): that is cut off.
+        """
         if slot is None:
             return
         self._crowded = False
@@ -288,6 +325,8 @@ class Lanes:
         if resident is not None and self._ranges and resident.n_kv:
             self.forget_session(resident.session_id, keep_cells=True)  # one pin per session
             self.residents[slot] = resident
+            self._left.append(resident)
+            self._ops.append(Cut(slot, resident.n_kv))
         else:
             self._vacate(slot)
 
@@ -306,14 +345,22 @@ class Lanes:
             if not self.drop_resident():
                 return
 
-    def drop_resident(self) -> bool:
-        """Free the cells of the least worthy resident that is not being saved; False if there is none."""
-        idle = [r for r in self.residents.values() if not self.reading[r.slot]]
+    @property
+    def is_saving(self) -> bool:
+        """Whether cells will be free as soon as residents are saved."""
+        return any(self.reading[slot] for slot in self.residents)
+
+    def drop_resident(self, *, unsaved: bool = False) -> bool:
+        """Free the cells of the least worthy resident; False if there is none.
+
+        One that is still being saved stays, unless `unsaved`.
+        """
+        idle = [r for r in self.residents.values() if unsaved or not self.reading[r.slot]]
         if idle:
             self._forget(min(idle, key=by_worth(sessions_waiting(self.waiting))))
         return bool(idle)
 
-    def preempt_youngest(self) -> Sequence | None:
+    def preempt_youngest(self, now: float) -> Sequence | None:
         """Send the youngest running sequence back to the head of the queue; None if only one runs.
 
         One whose reader does not keep up goes first: its cells serve nobody's progress.
@@ -321,10 +368,22 @@ class Lanes:
         if len(self.running) < 2:
             return None
         seq = max(self.running.values(), key=lambda s: (not s.buffer.has_room, s.arrival))
-        self.release(seq.preempt())
+        self._set_aside(seq, now)
         self._crowded = True
-        self.waiting.appendleft(seq)
+        self.requeue(seq)
         return seq
+
+    def _set_aside(self, seq: Sequence, now: float) -> None:
+        """It gives its slot up; what it has computed is saved, and stays until its cells are needed."""
+        resident = None
+        if seq.options.cache == "on":
+            self._save(seq)
+            resident = Resident.of(seq, now)
+        self.release(seq.preempt(), resident)
+
+    def requeue(self, seq: Sequence) -> None:
+        """Wait again, before everybody who came later."""
+        self.waiting = deque(sorted([*self.waiting, seq], key=lambda s: s.arrival))
 
     def park_lagging(self, now: float) -> bool:
         """If the head of the queue waits for a place, take it from the reader that has lagged longest."""
@@ -332,8 +391,7 @@ class Lanes:
             return False
         seq = self._longest_lagging()
         assert seq is not None
-        resident = Resident.of(seq, now)
-        self.release(seq.preempt(), resident)
+        self._set_aside(seq, now)
         self.parked.append(seq)
         return True
 
@@ -353,8 +411,7 @@ class Lanes:
         """Queue parked sequences whose readers caught up, before everybody who came later."""
         for seq in [s for s in self.parked if s.buffer.lagging_since is None]:
             self.parked.remove(seq)
-            self.waiting.append(seq)
-            self.waiting = deque(sorted(self.waiting, key=lambda s: s.arrival))
+            self.requeue(seq)
 
     def idle(self) -> list[Sequence]:
         """Everybody who does not run."""
@@ -369,6 +426,13 @@ class Lanes:
         for resident in list(self.residents.values()):
             self._forget(resident)
         self._ops.clear()
+
+
+def _leads(leader: Sequence, seq: Sequence) -> bool:
+    """Whether `leader` is on its way to have more than `seq`: nobody waits for one whose reader lags."""
+    if leader.phase is Phase.PREFILL:
+        return leader.buffer.has_room and leader.n_kv >= seq.n_kv
+    return leader.phase is Phase.RESTORE
 
 
 def _need(seq: Sequence) -> int:

@@ -1,7 +1,7 @@
 """Whose KV it is: one hash over everything that decides whether saved bytes may be restored.
 
 The content of the model's files counts, not their names. Hashing 100 MB takes a tenth of a second, 100 GB
-minutes, so a file's hash is remembered by device, inode, size and modification time.
+minutes, so a file's hash is remembered by device, inode, size and times.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def file_sha256(path: str, memory: Path) -> str:
     `memory` is a folder; what it cannot hold is hashed again next time.
     """
     stat = os.stat(path)
-    key = hashlib.sha256(
-        repr((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)).encode()
-    ).hexdigest()
+    # The change time cannot be set back: what a file was copied over with may keep the modification time.
+    identity = stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+    key = hashlib.sha256(repr(identity).encode()).hexdigest()
     remembered = memory / key
     try:
         return remembered.read_text(encoding="ascii")

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import trio
+
+from erllama.errors import ErllamaError
+
 from .memory_ops import apply_ops
 
 if TYPE_CHECKING:
@@ -28,12 +32,25 @@ class ModelThread:
         self._backend = cast("OptionalBackend", backend)
         self._runner = runner
         self._take_ops = take_ops
+        self._broken: ErllamaError | None = None
+
+    @property
+    def is_broken(self) -> bool:
+        """A memory operation failed: nobody knows what memory holds until it is rebuilt."""
+        return self._broken is not None
 
     async def _run(self, call: Callable[..., T], *args: Any) -> T:
+        await trio.lowlevel.checkpoint_if_cancelled()  # before operations are taken that would be lost
         ops = self._take_ops()
 
         def with_ops() -> T:
-            apply_ops(self._backend, ops)
+            if self._broken is not None:
+                raise self._broken
+            try:
+                apply_ops(self._backend, ops)
+            except ErllamaError as error:
+                self._broken = error
+                raise
             return call(*args)
 
         return await self._runner.run(with_ops, on_cancel=self.abort)
@@ -64,7 +81,11 @@ class ModelThread:
     async def rebuild(self) -> None:
         """A fresh, empty context; pending operations are void with the old one."""
         self._take_ops()
-        await self._runner.run(self._backend.rebuild)
+        await self._runner.run(self._rebuild)
+
+    def _rebuild(self) -> None:
+        self._backend.rebuild()
+        self._broken = None
 
     async def export_bytes(self, slot: int, start: int, end: int) -> int:
         """How large the KV of [start, end) of a slot is when exported."""

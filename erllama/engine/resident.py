@@ -29,6 +29,7 @@ class Resident:
     ledger: NDArray[np.int32]
     cells: Cells
     path: NodePath
+    unproven: set[bytes]
     last_used: float
     session_id: Hashable = None
     pending: NDArray[np.int32]
@@ -42,11 +43,17 @@ class Resident:
             ledger=np.asarray(seq.ledger[: seq.n_kv], np.int32),
             cells=seq.cells,
             path=seq.path,
+            unproven=seq.unproven,
             last_used=now,
             session_id=seq.options.session_id if pinned else None,
             pending=np.asarray(seq.ledger[seq.n_kv :], np.int32),
             n_prompt=seq.n_prompt,
         )
+
+    @property
+    def shareable(self) -> bool:
+        """Others may hold what it holds."""
+        return True
 
     @property
     def n_kv(self) -> int:

@@ -53,9 +53,13 @@ class ThreadRunner:
         token = trio.lowlevel.current_trio_token()
         task = trio.lowlevel.current_task()
         cancelled = False
+        pending = [(fn, args)]
 
         def call() -> None:
-            result = outcome.capture(fn, *args)
+            made, given = pending.pop()
+            result = outcome.capture(made, *given)
+            # The caller may release buffers as soon as it is told: nothing here may look at them any more.
+            del made, given
             token.run_sync_soon(trio.lowlevel.reschedule, task, outcome.Value(result))
 
         def abort_fn(_: Any) -> trio.lowlevel.Abort:

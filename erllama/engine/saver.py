@@ -8,18 +8,18 @@ not happen costs nothing but the chance to reuse it.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import trio
 
 from erllama.errors import ErllamaError
 from erllama.kvcache.kinds import ROOT_NAME, PartKind, Provenance, SaveReason
-from erllama.kvcache.policy import cut_blocks
+from erllama.kvcache.match import Match, MatchedNode
+from erllama.kvcache.policy import SavePolicy, cut_blocks
 from erllama.kvcache.store import Draft
 
 from .heads import pin_head, pin_prefix, reason_of
@@ -27,9 +27,11 @@ from .purpose import Purpose
 from .saved_names import SavedNames
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
 
     from numpy.typing import NDArray
+
+    from erllama.kvcache.key import Identity
 
     from .admission import Lanes
     from .cache_link import CacheLink
@@ -37,12 +39,14 @@ if TYPE_CHECKING:
     from .sequence import Sequence
 
 log = logging.getLogger("erllama.engine")
+T = TypeVar("T", bound="Hashable")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedNode:
-    """One node to export from a slot."""
+    """One node to export from a slot, computed by `seq`, which may be over."""
 
+    seq: Sequence
     slot: int
     generation: int
     name: bytes
@@ -51,6 +55,7 @@ class PlannedNode:
     tokens: NDArray[np.int32]
     reason: SaveReason
     provenance: Provenance
+    n_counted: int  # tokens the request counts as its own addition to the store
 
     @property
     def end(self) -> int:
@@ -66,8 +71,17 @@ class Saver:
         self._lanes = lanes
         self._thread = thread
         self._wake = wake
+        # Lengths are gated here, by whole histories; the rest of the policy is the store's.
+        self._kept = SavePolicy(
+            min_tokens=0,
+            cold_min_tokens=0,
+            second_sighting=cache.policy.second_sighting,
+            ttl_s=cache.policy.ttl_s,
+            pin_fraction=cache.policy.pin_fraction,
+        )
         self._planned: deque[PlannedNode] = deque()
         self._names: Counter[bytes] = Counter()  # of what is planned
+        self._places: Counter[tuple[bytes, int, int]] = Counter()  # the same, with slot and generation
         self._arrived = trio.Event()
         self._sizes: dict[int, int] = {}  # tokens of a node → bytes of its export
         self._idle = trio.Event()
@@ -83,42 +97,59 @@ class Saver:
     def plan_blocks(self, seq: Sequence) -> None:
         """Queue the full blocks that `seq` has computed since the last call."""
         policy = self._cache.policy
-        decoding = seq.n_kv > seq.n_prompt
-        if decoding:
-            if seq.n_kv - seq.path.end < policy.continued_interval or policy.min_tokens == math.inf:
-                return
-            self._plan(seq, SaveReason.CONTINUED, tail=False)
+        if seq.saves_refused:
+            return
+        if seq.n_kv > seq.n_prompt:
+            due = seq.n_kv - seq.path.end >= policy.continued_interval
+            if due and policy.gate(SaveReason.CONTINUED, seq.n_kv) is None:
+                self._plan(seq, SaveReason.CONTINUED, tail=False)
         elif policy.gate(SaveReason.COLD, seq.n_prompt) is None:
             self._plan(seq, SaveReason.COLD, tail=False)
 
     def plan_end(self, seq: Sequence) -> None:
-        """Queue everything that is not stored yet, the tail included: `seq` is about to end."""
-        if seq.purpose is Purpose.PIN or self._cache.policy.gate(SaveReason.FINISH, seq.n_kv) is None:
+        """Queue everything that is not stored yet, the tail included: `seq` is about to leave its slot.
+
+        One that has computed nothing has nothing that is not kept where it came from.
+        """
+        wanted = seq.purpose is Purpose.PIN or self._cache.policy.gate(SaveReason.FINISH, seq.n_kv) is None
+        if seq.has_computed and wanted:
             self._plan(seq, SaveReason.FINISH, tail=True)
             pin_head(self._cache.store, seq)
 
     def _plan(self, seq: Sequence, reason: SaveReason, *, tail: bool) -> None:
         identity, path = self._cache.identity, seq.path
-        while path.tip is not None and not (self._cache.store.has(path.tip) or path.tip in self._names):
-            path.drop_last()  # evicted, or never saved: nothing can be stored behind it
+        place = seq.slot, self._lanes.generation[seq.slot]
+        # Evicted or never saved: nothing can be stored behind it. What somebody else is about to save may
+        # never come, because that one may leave first.
+        while (
+            not self._cache.policy.second_sighting
+            and path.tip is not None
+            and not (self._cache.store.has(path.tip) or (path.tip, *place) in self._places)
+        ):
+            path.drop_last()
+        has = self._cache.store.has
         for start, end in cut_blocks(path.end, seq.n_kv, self._cache.policy.block_tokens, tail=tail):
             parent = path.tip or ROOT_NAME
             tokens = np.asarray(seq.ledger[start:end], np.int32)
+            name = identity.node_name(parent, tokens.tobytes())
+            path.add(name, end)
+            if has(name):
+                continue
             node = PlannedNode(
+                seq=seq,
                 slot=seq.slot,
-                generation=self._lanes.generation[seq.slot],
-                name=identity.node_name(parent, tokens.tobytes()),
+                generation=place[1],
+                name=name,
                 parent=parent,
                 start=start,
                 tokens=tokens,
                 reason=reason_of(seq, start, end, reason),
                 provenance=Provenance.PREFILL if end <= seq.n_prompt else Provenance.DECODED,
+                n_counted=0 if name in self._names else len(tokens),
             )
-            path.add(node.name, end)
-            if self._cache.store.has(node.name):
-                continue
-            seq.n_stored += end - start
-            self._names[node.name] += 1
+            seq.n_stored += node.n_counted
+            self._names[name] += 1
+            self._places[name, *place] += 1
             self._lanes.reading[seq.slot] += 1
             self._planned.append(node)
             self._idle = trio.Event() if self._idle.is_set() else self._idle
@@ -130,7 +161,6 @@ class Saver:
         """Export and store what is planned, in order, until cancelled."""
         while True:
             await self.drain()
-            self._idle.set()
             self._arrived = trio.Event()
             await self._arrived.wait()
 
@@ -141,17 +171,27 @@ class Saver:
             try:
                 await self._save(node)
             except ErllamaError as refused:
-                log.warning("a block of %d tokens was not saved: %s", len(node.tokens), refused)
+                log.warning("a block of %d tokens was not saved: %s", len(node.tokens), str(refused))
             self._done(node)  # not when cancelled: `drain` begins with it again
+        self._idle.set()
 
     def _done(self, node: PlannedNode) -> None:
         self._planned.popleft()
-        self._names[node.name] -= 1
-        self._names += Counter()  # drops what is zero
-        self._lanes.reading[node.slot] -= 1
+        if not self._cache.store.has(node.name):
+            node.seq.n_stored -= node.n_counted
+            node.seq.saves_refused |= self._is_there(node)
+        _count_down(self._names, node.name)
+        _count_down(self._places, (node.name, node.slot, node.generation))
+        _count_down(self._lanes.reading, node.slot)
         self._changed.set()
         self._changed = trio.Event()
         self._wake()
+
+    def give_up(self) -> None:
+        """The model is gone: nothing more will be saved, and nobody waits for it any longer."""
+        while self._planned:
+            self._done(self._planned[0])
+        self._idle.set()
 
     async def wait_idle(self) -> None:
         """Until nothing is planned any more. Cancellation: harmless."""
@@ -172,6 +212,13 @@ class Saver:
             pin_prefix(store, node.name)
         if store.has(node.name) or not self._is_there(node):
             return
+        # Room for a node is never made by dropping the one it hangs on.
+        with self._cache.store.lease(_match_of(self._cache.identity, node.parent)) as lease:
+            if lease.nodes or node.parent == ROOT_NAME or self._cache.policy.second_sighting:
+                await self._export(node)
+
+    async def _export(self, node: PlannedNode) -> None:
+        store = self._cache.store
         began = time.perf_counter_ns()
         n = len(node.tokens)
         if n not in self._sizes:
@@ -209,4 +256,26 @@ class Saver:
             text=b"".join(self._cache.pieces(node.tokens.tolist())),
             reason=node.reason,
             provenance=node.provenance,
+            policy=self._kept,
         )
+
+
+def _match_of(identity: Identity, name: bytes) -> Match:
+    """One node as something that can be leased."""
+    node = MatchedNode(
+        name=name,
+        start=0,
+        ids=np.zeros(0, np.int32),
+        n_bytes=0,
+        by_bytes=False,
+        provenance=Provenance.PREFILL,
+        parts={},
+    )
+    nodes = () if name == ROOT_NAME else (node,)
+    return Match(identity=identity, nodes=nodes, partial=None, token_pos=None, byte_pos=0)
+
+
+def _count_down(counter: Counter[T], key: T) -> None:
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]

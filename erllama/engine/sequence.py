@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from erllama.backend import Sampled, Sampler
     from erllama.options import GenerationOptions
 
+    from .resident import Resident
     from .stream import EventBuffer
 
 
@@ -88,6 +89,11 @@ class Sequence:
         self.source: str | None = None  # where they came from: "live", or a tier's name
         self.n_stored = 0  # tokens this request added to the store
         self.miss: Miss | None = None  # why not more was reused; known when it ends
+        self.unproven: set[bytes] = set()  # restored nodes that no step has gone on from yet
+        self.n_admitted = 0  # which of its stays in a slot this is
+        self.has_computed = False  # in this stay: otherwise everything it has is kept elsewhere
+        self.saves_refused = False  # the store did not keep a node: what follows waits for the end
+        self.retried = False
         self._slot: int | None = None
         self.times = Timeline(now)
         self.cancelled = False
@@ -123,6 +129,11 @@ class Sequence:
     def n_kv(self) -> int:
         """Tokens in memory."""
         return self.cells.n
+
+    @property
+    def shareable(self) -> bool:
+        """Others may hold what it holds."""
+        return self.options.cache != "off"
 
     @property
     def n_tokens(self) -> int:
@@ -170,6 +181,8 @@ class Sequence:
         `kind`: its session left it that, "sticky" or "continuation".
         """
         self._slot, self.cells, self.path = slot, shared or Cells(), path or NodePath()
+        self.unproven, self.has_computed = set(), False
+        self.n_admitted += 1
         self._life.fire(Happening.ADMITTED)
         if self.times.admitted is None:
             self.times.admitted = now
@@ -188,11 +201,12 @@ class Sequence:
         if n:
             self.source = source
 
-    def share(self, other: Sequence, n_kv: int) -> None:
+    def share(self, other: Sequence | Resident, n_kv: int) -> None:
         """It holds what `other` computed, up to `n_kv`."""
         if self.n_kv == self.n_cached:  # it has computed nothing itself yet
             self._reused(n_kv, "live")
         self.cells.adopt(other.cells, n_kv)
+        self.unproven |= other.unproven
         for name, end in other.path.up_to(n_kv).nodes:
             if end > self.path.end:
                 self.path.add(name, end)
@@ -222,6 +236,8 @@ class Sequence:
     def computed(self, n_kv: int, now: float) -> None:
         """The model has seen the tokens before `n_kv`."""
         self.cells.grow_to(n_kv)
+        self.has_computed = True
+        self.unproven = set()
         self._note_prefill(now)
 
     def _note_prefill(self, now: float) -> None:

@@ -16,20 +16,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .filetier import KnownParts
+from .columns import PartColumns
 from .kinds import ROOT_NAME, NodeFlag, PartKind, SaveReason
 from .parts import RAM
-from .pins import PinBoard
+from .pins import Pins
 from .planner import Plan, Want, newcomer_score, plan_evictions
 from .score import PrefillCost, add_hit
 from .tree import Tree
 from .walk import Walker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable
+    from collections.abc import Callable, Iterable
 
     from .arena import Arena, Buffer
-    from .journal import Hits
     from .key import Identity, Prompt
     from .meta import NodeMeta
     from .recover import FoundPart, PartId
@@ -79,9 +78,8 @@ class Catalog:
         self.doomed: set[int] = set()
         self.off: set[int] = set()  # slots of tiers that are switched off
         self.expires: dict[int, float] = {}
-        self.pins = PinBoard(clock)
-        self.pin_fraction = pin_fraction
-        self.tier_max: dict[int, int] = {RAM: arena.max_bytes}
+        self.pins = Pins(self.tree, clock, pin_fraction)
+        self.pins.tier_max[RAM] = arena.max_bytes
         self._index_charge = 0
         self.touched: set[PartId] = set()  # used since their mtime was last written
         self.evicted: Counter[int] = Counter()  # parts by slot
@@ -113,22 +111,37 @@ class Catalog:
         part = self.tree.part(row, kind)
         return part != 0 and self.is_usable(part)
 
+    def is_held(self, row: int) -> bool:
+        """Whether a part of a node is leased, being written or being removed."""
+        refs = {(self.tree.names.name(row), self.tree.parts.kind(part)) for part in self.tree.part_rows(row)}
+        return bool(refs & (self.leases.keys() | self.busy.keys())) or any(
+            part in self.doomed for part in self.tree.part_rows(row)
+        )
+
     def part_of(self, ref: PartId) -> int:
         """Part row of a name and kind, or 0."""
         row = self.tree.find(ref[0])
         return 0 if row is None else self.tree.part(row, ref[1])
 
-    def known_parts(self, slot: int) -> KnownParts:
-        """A copy of what the index holds of one tier, to be compared with a listing in a thread."""
+    def known_parts(self, slot: int) -> PartColumns:
+        """A copy of what the index holds of one tier, to be compared with a listing by a thread."""
         columns = self.tree.parts.columns()
         rows = np.flatnonzero((columns["home"] == slot) & (columns["node"] != 0))
-        nodes, kinds = columns["node"][rows], columns["kind"][rows]
-        return KnownParts(self.tree.names.dump(), nodes.tolist(), kinds.tolist())
+        return PartColumns(self.tree.names.dump(), **{k: columns[k][rows] for k in PartColumns.KEYS})
 
     def slot_of(self, row: int) -> int | None:
         """The file tier a node has parts on, or None if it is only in RAM (or a root)."""
         homes = {self.tree.parts.home[part] for part in self.tree.part_rows(row)} - {RAM}
         return min(homes) if homes else None
+
+    def durable_slot(self, row: int) -> int | None:
+        """The file tier that a node or its nearest ancestor is on: where its own parts have to go."""
+        while self.tree.parent[row]:
+            slot = self.slot_of(row)
+            if slot is not None:
+                return slot
+            row = self.tree.parent[row]
+        return None
 
     def file_cost(self, part: int) -> int:
         """Roughly the size of a part's file."""
@@ -143,11 +156,15 @@ class Catalog:
     # --- adding -----------------------------------------------------------------------------------
 
     def parent_row(self, meta: NodeMeta) -> int | None:
-        """Where a node belongs: its parent's row, or its identity's root; None if the parent is gone."""
+        """Where a node belongs: its parent's row, or its identity's root; None if that is gone or going."""
         if meta.parent == ROOT_NAME:
-            return self.tree.add_root(meta.identity)
+            return self.tree.add_root(meta.identity) if meta.start == 0 else None
         row = self.tree.find(meta.parent)
-        if row is None or self.tree.end(row) != meta.start:
+        if (
+            row is None
+            or self.tree.end(row) != meta.start
+            or self.doomed.issuperset(self.tree.part_rows(row))
+        ):
             return None
         return row
 
@@ -178,12 +195,13 @@ class Catalog:
             return False
         part = self.tree.part(row, found.kind)
         if part:
-            self.tree.parts.home[part] = slot  # a RAM copy, or another process published it first
-            return True
+            if self.tree.parts.home[part] == RAM:
+                self.tree.parts.home[part] = slot  # another process published what we only have in RAM
+            return True  # on another tier too: that copy is served, this one waits for its turn
         used = max(0, min(int(found.mtime), 2**32 - 1))
         self.tree.add_part(row, found.kind, found.payload_bytes, slot, used)
         if found.meta.reason is SaveReason.AGENT_PREFIX:
-            self.pin(("agent", found.meta.name), found.meta.name)
+            self.pins.pin(("agent", found.meta.name), found.meta.name)
         self._charge_index()
         return True
 
@@ -207,14 +225,11 @@ class Catalog:
                 self.tree.parts.hits[part] = n
                 self.tree.parts.used[part] = max(self.tree.parts.used[part], min(at, self._now()))
 
-    def hits_on(self, slot: int) -> Hits:
-        """Hit counts of a tier's parts, for its journal."""
-        columns, parts, names = self.tree.parts.columns(), self.tree.parts, self.tree.names
-        rows = np.flatnonzero((columns["home"] == slot) & (columns["hits"] > 0)).tolist()
-        return {
-            names.name(parts.node[row]) + bytes((parts.kind(row),)): (parts.hits[row], parts.used[row])
-            for row in rows
-        }
+    def hits_on(self, slot: int) -> PartColumns:
+        """A copy of a tier's parts that were hit, to be written into its journal by a thread."""
+        columns = self.tree.parts.columns()
+        rows = np.flatnonzero((columns["home"] == slot) & (columns["hits"] > 0))
+        return PartColumns(self.tree.names.dump(), **{k: columns[k][rows] for k in PartColumns.KEYS})
 
     def take_touched(self, slot: int) -> list[tuple[PartId, int]]:
         """Parts of a tier whose mtime is to be written, and the time; they count as written from here on."""
@@ -312,7 +327,7 @@ class Catalog:
                 cost=self.cost,
                 locked=locked,
                 copies_only=copies_only,
-                protected=self.protected(),
+                protected=self.pins.protected(),
                 force=force,
                 ceiling=ceiling,
             ),
@@ -327,49 +342,28 @@ class Catalog:
         now = self.clock()
         return [row for row, until in self.expires.items() if until <= now]
 
-    # --- pins -------------------------------------------------------------------------------------
-
-    def pin(self, key: Hashable, name: bytes, ttl_s: float | None = None) -> bool:
-        """Pin the path to a node; False if it alone is over the pin budget, or gone. Others give way."""
-        if self.tree.find(name) is None or not self._pins_fit([name]):
-            return False
-        self.pins.put(key, name, ttl_s)
-        self.pins.shrink(self._pins_fit)
-        return True
-
-    def protected(self) -> set[int]:
-        """All nodes on pinned paths."""
-        return self._paths(self.pins.names()) if len(self.pins) else set()
-
-    def pinned_bytes(self) -> dict[int, int]:
-        """Bytes on pinned paths, by home."""
-        return self._bytes_by_slot(self.protected())
-
-    def _paths(self, names: Iterable[bytes]) -> set[int]:
-        rows: set[int] = set()
-        for name in names:
-            row = self.tree.find(name)
-            while row and self.tree.parent[row] and row not in rows:
-                rows.add(row)
-                row = self.tree.parent[row]
-        return rows
-
-    def _bytes_by_slot(self, rows: Iterable[int]) -> dict[int, int]:
-        used: Counter[int] = Counter()
-        for row in rows:
-            for part in self.tree.part_rows(row):
-                used[self.tree.parts.home[part]] += int(self.tree.parts.size[part])
-        return dict(used)
-
-    def _pins_fit(self, names: list[bytes]) -> bool:
-        used = self._bytes_by_slot(self._paths(names))
-        return all(n <= self.pin_fraction * self.tier_max.get(slot, 0) for slot, n in used.items())
-
     # --- small things -----------------------------------------------------------------------------
 
-    def set_private(self, row: int) -> None:
-        """Keep a node off file tiers."""
-        self.tree.set_flag(row, NodeFlag.PRIVATE, on=True)
+    def prolong(self, row: int, expires_ns: int | None) -> None:
+        """A node was saved again: it lives as long as the longest of its saves asked for.
+
+        What is in its file stays as it was: after a restart the file's time counts.
+        """
+        if row not in self.expires:
+            return
+        if expires_ns is None:
+            del self.expires[row]
+        else:
+            self.expires[row] = max(self.expires[row], expires_ns / 1e9)
+
+    def is_private(self, row: int) -> bool:
+        """Whether a node, or one it hangs behind, must stay off file tiers."""
+        return any(self.tree.flags(node) & NodeFlag.PRIVATE for node in self.tree.path(row))
+
+    def set_private(self, row: int, *, private: bool) -> None:
+        """Keep a node off file tiers, unless it is on one already: the same content was saved openly then."""
+        if self.slot_of(row) is None:
+            self.tree.set_flag(row, NodeFlag.PRIVATE, on=private)
 
     def _now(self) -> int:
         return max(0, min(int(self.clock()), 2**32 - 1))

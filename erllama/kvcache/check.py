@@ -14,6 +14,7 @@ from .root import TierBusy
 
 if TYPE_CHECKING:
     from .catalog import Catalog
+    from .evictor import Evictor
     from .filetier import FileTier
     from .recover import PartId
     from .runner import Runner
@@ -31,8 +32,7 @@ class Finding:
 
 def check_index(catalog: Catalog) -> list[Finding]:
     """Closure, positions, parts, RAM copies and their bytes."""
-    tree, parts = catalog.tree, catalog.tree.parts
-    found: list[Finding] = []
+    tree, found = catalog.tree, list[Finding]()
     rows = list(tree.rows())
     if len(rows) != tree.n_nodes:
         found.append(Finding("count", "index", f"{len(rows)} nodes reachable, {tree.n_nodes} counted"))
@@ -48,11 +48,8 @@ def check_index(catalog: Catalog) -> list[Finding]:
         for part in tree.part_rows(row):
             copies += part in catalog.ram
             found += _check_part(catalog, part, name)
-        slot = catalog.slot_of(row)
-        if slot is not None and tree.parent[parent]:
-            above = {parts.home[part] for part in tree.part_rows(parent)}
-            if slot not in above:
-                found.append(Finding("closure", name, "on a file tier, its parent is not"))
+        if catalog.slot_of(row) is not None and tree.parent[parent] and catalog.slot_of(parent) is None:
+            found.append(Finding("closure", name, "on a file tier, its parent is not"))
     if copies != len(catalog.ram):
         found.append(Finding("copies", "ram", f"{len(catalog.ram) - copies} copies of nothing"))
     if catalog.arena.used_bytes > catalog.arena.max_bytes:
@@ -101,7 +98,9 @@ def check_files(tier: FileTier, known: set[PartId]) -> list[Finding]:
     return found
 
 
-async def check_store(catalog: Catalog, tiers: TierSet, *, run: Runner, fix: bool) -> list[Finding]:
+async def check_store(
+    catalog: Catalog, tiers: TierSet, evictor: Evictor, *, run: Runner, fix: bool
+) -> list[Finding]:
     """All findings; with `fix`, files are brought in order and the index with them. Best when idle."""
     await tiers.empty_trash()
     found = check_index(catalog)
@@ -110,10 +109,18 @@ async def check_store(catalog: Catalog, tiers: TierSet, *, run: Runner, fix: boo
             found.append(Finding("off", state.tier.root.path, state.error or ""))
             continue
         files = await run(_check_locked, state.tier, catalog.known_parts(state.slot).ids())
+        files = [finding for finding in files if not _is_served_elsewhere(catalog, state, finding)]
         found += files
         if fix and files:
-            await _fix(catalog, tiers, state, files)
+            await _fix(tiers, evictor, state, files)
     return found
+
+
+def _is_served_elsewhere(catalog: Catalog, state: TierState, finding: Finding) -> bool:
+    """A file that is not in the index because another tier holds the same part."""
+    ref = parse_file_name(os.path.basename(finding.where))
+    part = catalog.part_of(ref) if finding.kind == "unknown" and ref is not None else 0
+    return part != 0 and catalog.tree.parts.home[part] not in (RAM, state.slot)
 
 
 def _check_locked(tier: FileTier, known: set[PartId]) -> list[Finding]:
@@ -126,11 +133,11 @@ def _check_locked(tier: FileTier, known: set[PartId]) -> list[Finding]:
         return [Finding("busy", tier.root.path, "another process is removing files")]
 
 
-async def _fix(catalog: Catalog, tiers: TierSet, state: TierState, files: list[Finding]) -> None:
+async def _fix(tiers: TierSet, evictor: Evictor, state: TierState, files: list[Finding]) -> None:
     for finding in files:
         part = parse_file_name(os.path.basename(finding.where))
         if part is not None and finding.kind in ("damaged", "missing"):
             what = "missing" if finding.kind == "missing" else "payload"
             tiers.damaged(part, Damaged(what, finding.detail), slot=state.slot)
     await tiers.empty_trash()
-    await tiers.resync(state)
+    await evictor.resync(state)

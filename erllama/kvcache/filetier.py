@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from typing import TYPE_CHECKING
 
 from .files import Files
 from .journal import Hits, drop_dead_journals, read_journals, write_journal
-from .kinds import NAME_BYTES, PartKind
 from .publish import Outcome, Outgoing, publish
 from .read import read_head, read_part
 from .recover import Scan, quarantine_file, scan, sweep
@@ -23,27 +21,14 @@ from .root import Root, TierBusy
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from .columns import PartColumns
     from .header import Header
+    from .kinds import PartKind
     from .meta import NodeMeta
     from .recover import PartId
     from .tiers import FileTierOptions, TierKind
 
 log = logging.getLogger(__name__)
-
-
-class KnownParts:
-    """What the index holds of one tier, as raw columns: the event loop copies them, a thread unpacks them."""
-
-    def __init__(self, names: bytes, nodes: Sequence[int], kinds: Sequence[int]) -> None:
-        self._names, self._nodes, self._kinds = names, nodes, kinds
-
-    def ids(self) -> set[PartId]:
-        """Name and kind of each part."""
-        names, width = self._names, NAME_BYTES
-        return {
-            (names[node * width : node * width + width], PartKind(kind))
-            for node, kind in zip(self._nodes, self._kinds, strict=True)
-        }
 
 
 class FileTier:
@@ -66,7 +51,7 @@ class FileTier:
         """Disk or memory-backed."""
         return self.options.kind
 
-    def start(self, known: KnownParts, now: float) -> tuple[Scan, Hits, int]:
+    def start(self, known: PartColumns, now: float) -> tuple[Scan, Hits, int]:
         """Open the folder and find out what is in it; remove leftovers unless another process is removing.
 
         Returns: the scan, the merged hit counts, and how many leftovers were removed.
@@ -80,23 +65,30 @@ class FileTier:
                 found = scan(self.root, ids, now=now)
                 removed = sweep(self.root, found)
                 hits = read_journals(self.root)
-                write_journal(self.root, hits)
+                write_journal(self.root, hits)  # ours now: the journals of the dead may go
                 drop_dead_journals(self.root)
                 return found, hits, removed
         except TierBusy:
             return scan(self.root, ids, now=now), read_journals(self.root), 0
 
-    def refresh(self, known: KnownParts, now: float) -> Scan:
+    def refresh(self, known: PartColumns, now: float) -> Scan:
         """What other processes added and removed; sweeps. Call with the removing lock held."""
         found = scan(self.root, known.ids(), now=now)
         sweep(self.root, found)
         return found
 
-    def look(self, known: KnownParts, now: float) -> Scan | None:
-        """What other processes added and removed, None if nothing; takes no lock and removes nothing."""
-        if not self.root.has_foreign_changes():
-            return None
-        return scan(self.root, known.ids(), now=now)
+    def look(self, known: PartColumns, now: float) -> Scan:
+        """What other processes added and removed. Sweeps if the lock is free; otherwise the next look may."""
+        ids = known.ids()
+        lock = self.root.try_lock_removing()
+        if lock is None:
+            return scan(self.root, ids, now=now)
+        try:
+            found = scan(self.root, ids, now=now)
+            sweep(self.root, found)
+            return found
+        finally:
+            self.root.files.close(lock)
 
     def publish(self, group: Sequence[Outgoing]) -> list[Outcome]:
         """See `publish.publish`."""
@@ -116,9 +108,7 @@ class FileTier:
         for name, kind in parts:
             path = self.root.target(name, kind)
             try:
-                fd = self.root.files.open_read(path)
-                size = self.root.files.size(fd)
-                self.root.files.close(fd)
+                size = self.root.files.size_at(path)
                 self.root.files.unlink(path)
             except FileNotFoundError:
                 continue
@@ -137,16 +127,11 @@ class FileTier:
             with contextlib.suppress(FileNotFoundError):
                 self.root.files.touch(self.root.target(name, kind), seconds)
 
-    def write_journal(self, hits: Hits) -> None:
-        """Replace this process's hit journal."""
+    def write_journal(self, parts: PartColumns) -> None:
+        """Replace this process's hit journal with the hits of these parts."""
         if self.root.read_only:
             return
-        write_journal(self.root, hits)
-
-    def free_bytes(self) -> int:
-        """Room left on the file system itself."""
-        stat = os.statvfs(self.root.path)
-        return stat.f_bavail * stat.f_frsize
+        write_journal(self.root, parts.hits())
 
     def close(self) -> None:
         """Give up this process's hold on the folder."""

@@ -10,7 +10,6 @@ import numpy as np
 
 from .key import common_prefix
 from .match import Match, MatchedNode, PartialNode
-from .parts import RAM
 from .tiers import RAM_TIER
 
 if TYPE_CHECKING:
@@ -112,13 +111,12 @@ class Finder:
         return nodes, True
 
     def _node(self, row: int, by_bytes: bool, ids: Tokens | None) -> MatchedNode:
-        tree = self._catalog.tree
+        tree, table = self._catalog.tree, self._catalog.tree.parts
         parts: dict[PartKind, str] = {}
         for part in tree.part_rows(row):
             if self._catalog.is_usable(part):
-                home = tree.parts.home[part]
-                hot = home == RAM or tree.parts.hot[part]
-                parts[tree.parts.kind(part)] = RAM_TIER if hot else self._tiers.get(home).tier.name
+                hot = table.hot[part]
+                parts[table.kind(part)] = RAM_TIER if hot else self._tiers.get(table.home[part]).tier.name
         return MatchedNode(
             name=tree.names.name(row),
             start=tree.start[row],

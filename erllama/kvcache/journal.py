@@ -33,13 +33,17 @@ def write_journal(root: Root, hits: Hits) -> None:
     root.files.write_small(os.path.join(root.hits, root.owner + _SUFFIX), data)
 
 
-def read_journals(root: Root) -> Hits:
-    """All processes' hits together; counts of one part are added as of the later time."""
+def read_journals(root: Root, *, everybody: bool = False) -> Hits:
+    """Hits of processes that are gone; counts of one part are added as of the later time.
+
+    Those of the living are theirs: they go on counting. `everybody`: all, for a person to look at.
+    """
     merged: Hits = {}
     if not root.files.exists(root.hits):
         return merged
     for entry in root.files.entries(root.hits):
-        if not entry.name.endswith(_SUFFIX):
+        owner = entry.name.removesuffix(_SUFFIX)
+        if owner == entry.name or not (everybody or owner == root.owner or root.is_dead(owner)):
             continue
         for key, (hits, at) in _read_one(root, entry.name).items():
             old_hits, old_at = merged.get(key, (0.0, at))

@@ -92,6 +92,7 @@ class Loader:
             keep = copy is not None and part != 0 and part not in catalog.ram
             if copy is not None and keep:
                 catalog.keep_copy(part, copy)
+                self._room.fit()
             return copy if keep else None
         finally:
             if not keep:

@@ -3,9 +3,9 @@
 A CBOR sequence in one file, mode 0600: it holds prompts as token ids. Records are arrays:
 
     ["space", index, shape hash, salt]
-    ["find", seconds, space index, token ids]
-    ["save", seconds, space index, name, parent, start, token ids, kind, payload bytes, provenance, flags,
-     text bytes]
+    ["find", seconds, space index, token ids, name of the last whole node that matched]
+    ["save", seconds, space index, name, parent, start, token ids, text, kind, payload bytes, file bytes,
+     provenance, reason, flags]
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import cbor2
+
+from .header import HEADER_BYTES
+from .meta import encode_metadata
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,15 +41,23 @@ class LookupLog:
         """Whether enough has gathered to be written."""
         return len(self._pending) >= FLUSH_BYTES
 
-    def find(self, at: float, identity: Identity, tokens: Tokens) -> None:
-        """A prompt was looked up."""
-        self._put("find", at, self._space(identity), tokens.tobytes())
+    def find(self, at: float, identity: Identity, tokens: Tokens, tip: bytes) -> None:
+        """A prompt was looked up; `tip`: name of the last whole node found."""
+        self._put("find", at, self._space(identity), tokens.tobytes(), tip)
 
     def save(self, at: float, meta: NodeMeta, kind: PartKind, payload_bytes: int) -> None:
         """A part was stored."""
-        ids = meta.tokens.tobytes()
-        facts = (int(kind), payload_bytes, int(meta.provenance), int(meta.flags), len(meta.text))
-        self._put("save", at, self._space(meta.identity), meta.name, meta.parent, meta.start, ids, *facts)
+        file_bytes = HEADER_BYTES + len(encode_metadata(meta, kind)) + payload_bytes
+        node = (meta.name, meta.parent, meta.start, meta.tokens.tobytes(), meta.text)
+        facts = (
+            int(kind),
+            payload_bytes,
+            file_bytes,
+            int(meta.provenance),
+            int(meta.reason),
+            int(meta.flags),
+        )
+        self._put("save", at, self._space(meta.identity), *node, *facts)
 
     def _space(self, identity: Identity) -> int:
         index = self._spaces.get(identity.space)

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import trio
 
 from .kinds import ROOT_NAME, PartKind, Provenance
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from types import TracebackType
 
     from .arena import Buffer
@@ -116,6 +117,7 @@ class Lease:
 
         After a miss of a base, nothing behind it can be had either. Cancellation: leaves nothing behind.
         """
+        await trio.lowlevel.checkpoint()
         ids = self.nodes[index].ids
         buffer = await self._loader.load(
             (self.nodes[index].name, kind), lambda meta: np.array_equal(meta.tokens, ids)
@@ -124,6 +126,26 @@ class Lease:
             return None
         self._buffers[index].append(buffer)
         return buffer.view.toreadonly()
+
+    async def load_many(
+        self, indices: Sequence[int], kind: PartKind = PartKind.BASE, *, at_once: int = 4
+    ) -> list[memoryview | None]:
+        """Load one part of several nodes, `at_once` of them at a time; in the order asked for.
+
+        One read checks what it copies and so is a little slower than memcpy; two or more make up for it.
+        Cancellation: leaves nothing behind.
+        """
+        views: dict[int, memoryview | None] = {}
+        todo = iter(enumerate(indices))
+
+        async def work() -> None:
+            for i, index in todo:
+                views[i] = await self.load(index, kind)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(min(at_once, len(indices))):
+                nursery.start_soon(work)
+        return [views[i] for i in range(len(indices))]
 
     def release(self, index: int) -> None:
         """Let go of one node before the lease ends. Idempotent. Views of it must not be used any more."""

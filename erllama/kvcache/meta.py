@@ -54,8 +54,8 @@ class NodeMeta:
         return self.tokens.nbytes + len(self.text) + 1024
 
 
-def encode_head(meta: NodeMeta, kind: PartKind, payload_bytes: int, payload_crc: int) -> bytes:
-    """Header and metadata of one part: everything of its file that precedes the payload."""
+def encode_metadata(meta: NodeMeta, kind: PartKind) -> bytes:
+    """The CBOR map of one part."""
     fields: dict[str, Any] = {
         "v": METADATA_VERSION,
         "name": meta.name,
@@ -73,8 +73,14 @@ def encode_head(meta: NodeMeta, kind: PartKind, payload_bytes: int, payload_crc:
         fields["expires_ns"] = meta.expires_ns
     for source in (meta.identity.facts, meta.facts):
         fields |= {key: value for key, value in source.items() if key not in _OWN}
-    encoded = cbor2.dumps(fields)
-    header = Header(
+    return cbor2.dumps(fields)
+
+
+def make_header(
+    meta: NodeMeta, kind: PartKind, metadata: bytes, *, payload_bytes: int, payload_crc: int
+) -> Header:
+    """The header of one part, given its encoded metadata."""
+    return Header(
         reason=meta.reason,
         kind=kind,
         quant_bits=meta.identity.quant_bits,
@@ -84,11 +90,17 @@ def encode_head(meta: NodeMeta, kind: PartKind, payload_bytes: int, payload_crc:
         n_ctx=meta.identity.n_ctx,
         created_ns=meta.created_ns,
         payload_bytes=payload_bytes,
-        metadata_bytes=len(encoded),
-        metadata_crc=crc32c(encoded),
+        metadata_bytes=len(metadata),
+        metadata_crc=crc32c(metadata),
         payload_crc=payload_crc,
     )
-    return header.encode() + encoded
+
+
+def encode_head(meta: NodeMeta, kind: PartKind, payload_bytes: int, payload_crc: int) -> bytes:
+    """Header and metadata of one part: everything of its file that precedes the payload."""
+    metadata = encode_metadata(meta, kind)
+    header = make_header(meta, kind, metadata, payload_bytes=payload_bytes, payload_crc=payload_crc)
+    return header.encode() + metadata
 
 
 def decode_metadata(header: Header, data: bytes | memoryview) -> NodeMeta:

@@ -10,13 +10,12 @@ import numpy as np
 from .kinds import PartKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from numpy.typing import NDArray
 
 PART_BYTES: Final = 28
 RAM: Final = 0  # home of a part that lives in memory only; file tiers are 1, 2, …
 _FREE: Final = 0xFF
+_KINDS: Final[tuple[PartKind, ...]] = (PartKind.BASE, *PartKind)  # by number; there is no kind 0
 
 
 class PartTable:
@@ -42,24 +41,25 @@ class PartTable:
 
     def kind(self, row: int) -> PartKind:
         """Kind of a part."""
-        return PartKind(self._kind[row])
+        return _KINDS[self._kind[row]]
 
     def is_base(self, row: int) -> bool:
         """Whether a part is its node's base; cheaper than `kind`."""
         return self._kind[row] == 1
 
-    def walk(self, first: int) -> Iterator[int]:
+    def rows(self, first: int) -> list[int]:
         """Rows of one node's list."""
+        found = []
         while first:
-            yield first
+            found.append(first)
             first = self._next[first]
+        return found
 
     def find(self, first: int, kind: PartKind) -> int:
         """Row of that kind in a node's list, or 0."""
-        for row in self.walk(first):
-            if self._kind[row] == kind:
-                return row
-        return 0
+        while first and self._kind[first] != kind:
+            first = self._next[first]
+        return first
 
     def add(self, first: int, node: int, kind: PartKind, size: int, home: int, used: int) -> int:
         """A new row before `first`; returns it (the list's new head)."""

@@ -6,12 +6,14 @@ a restart by its save reason), and the live key of a sequence, which replaces it
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Set
+
+    from .tree import Tree
 
 
 @dataclass(slots=True)
@@ -80,3 +82,55 @@ class PinBoard:
         """Keys and pins, least recently used first."""
         self.expire()
         return list(self._pins.items())
+
+
+class Pins(PinBoard):
+    """The pins of a store: what they keep, in nodes and in bytes of each tier."""
+
+    def __init__(self, tree: Tree, clock: Callable[[], float], fraction: float) -> None:
+        super().__init__(clock)
+        self._tree, self._fraction = tree, fraction
+        self.tier_max: dict[int, int] = {}  # budget of each tier slot
+
+    def pin(
+        self, key: Hashable, name: bytes, *, ttl_s: float | None = None, fraction: float | None = None
+    ) -> bool:
+        """Pin the path to a node; False if it alone is over the pin budget, or gone. Others give way.
+
+        `fraction`: the share of a tier that pins may take, if it is not the store's.
+        """
+        share = self._fraction if fraction is None else fraction
+        if self._tree.find(name) is None or not self._fit([name], share):
+            return False
+        self.put(key, name, ttl_s)
+        self.shrink(lambda names: self._fit(names, share))
+        return True
+
+    def protected(self) -> set[int]:
+        """All nodes on pinned paths."""
+        return self._paths(self.names()) if len(self) else set()
+
+    def bytes_by_slot(self) -> dict[int, int]:
+        """Bytes on pinned paths, by home."""
+        return self._bytes(self.protected())
+
+    def _paths(self, names: Iterable[bytes]) -> set[int]:
+        tree = self._tree
+        rows: set[int] = set()
+        for name in names:
+            row = tree.find(name)
+            while row and tree.parent[row] and row not in rows:
+                rows.add(row)
+                row = tree.parent[row]
+        return rows
+
+    def _bytes(self, rows: Iterable[int]) -> dict[int, int]:
+        used: Counter[int] = Counter()
+        for row in rows:
+            for part in self._tree.part_rows(row):
+                used[self._tree.parts.home[part]] += int(self._tree.parts.size[part])
+        return dict(used)
+
+    def _fit(self, names: Iterable[bytes], share: float) -> bool:
+        used = self._bytes(self._paths(names))
+        return all(n <= share * self.tier_max.get(slot, 0) for slot, n in used.items())

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -80,23 +80,24 @@ def headroom(n_bytes: int, max_bytes: int) -> int:
 
 
 class _Planner:
+    """One plan. Scores are computed for candidates only: most of a large tier is not at the leaves."""
+
     def __init__(self, tree: Tree, want: Want) -> None:
         self._tree, self._want = tree, want
-        self._columns = tree.parts.columns()
-        self._keys = self._score_all()
         self._gone_parts: set[int] = set()
         self._gone_children: dict[int, int] = {}
         self._gone_nodes: set[int] = set()
 
     def run(self) -> Plan:
         plan = Plan([], 0, False)
-        rows, fed = self._candidates(), 0
+        keys, rows = self._candidates()
+        fed = 0
         heap: list[tuple[float, int]] = []
         while not plan.enough:
-            # Candidates come in slices: most plans need a handful of a hundred thousand.
-            if fed < len(rows) and (not heap or heap[0][0] > self._keys[rows[fed]]):
-                for row in rows[fed : fed + _SLICE]:
-                    heapq.heappush(heap, (float(self._keys[row]), int(row)))
+            # Candidates come in slices: most plans need a handful of thousands.
+            if fed < len(rows) and (not heap or heap[0][0] > keys[fed]):
+                for key, row in zip(keys[fed : fed + _SLICE], rows[fed : fed + _SLICE], strict=True):
+                    heapq.heappush(heap, (key, row))
                 fed += _SLICE
             if not heap:
                 break
@@ -104,46 +105,65 @@ class _Planner:
             self._take(plan, key, part, heap)
         return plan
 
-    def _score_all(self) -> NDArray[np.float64]:
-        """The eviction key of every part row; smaller goes first."""
-        want, c = self._want, self._columns
-        node = c["node"]
+    def _candidates(self) -> tuple[list[float], list[int]]:
+        """Rows that may go as things are and their keys, smallest key first."""
+        want, tree = self._want, self._tree
+        c = tree.parts.columns()
+        here = c["hot"] == 1 if want.slot == RAM else c["home"] == want.slot
+        leaf = (np.array(tree.by_tokens.roots, np.int32) == 0)[c["node"]]
+        n_parts = np.bincount(c["node"], minlength=len(tree.parent))[c["node"]]
+        free = leaf | ((c["kind"] != PartKind.BASE) & (n_parts > 1))
+        if want.slot == RAM:
+            copies = c["home"] != RAM
+            free = copies if want.copies_only else free | copies
+        allowed = here & free & (c["node"] != 0)
+        if want.locked:
+            allowed[np.fromiter(want.locked, np.int64)] = False
+        rows = np.flatnonzero(allowed)
+        keys = self._keys({name: column[rows] for name, column in c.items()})
+        cheap = keys <= self._limit()
+        keys, rows = keys[cheap], rows[cheap]
+        order = np.argsort(keys, kind="stable")
+        return keys[order].tolist(), rows[order].tolist()
+
+    def _keys(self, c: dict[str, NDArray[Any]]) -> NDArray[np.float64]:
+        """The eviction key of many parts; smaller goes first. `_key` is the same for one."""
+        want, node = self._want, c["node"]
         start = np.array(self._tree.start, np.float64)[node]
         n = np.array(self._tree.n_tokens, np.float64)[node]
         size = np.maximum(c["size"].astype(np.float64), 1.0)
-        age = want.now - c["used"].astype(np.float64)
-        again = reuse(c["hits"].astype(np.float64), age)
+        again = reuse(c["hits"].astype(np.float64), want.now - c["used"].astype(np.float64))
         end = start + n
         span = np.where(c["kind"] == PartKind.WHOLE, end, np.minimum(end, RESUME_SPAN))
-        resumes = c["kind"] != PartKind.BASE
-        seconds = np.where(resumes, want.cost.seconds(end - span, span), want.cost.seconds(start, n))
+        is_base = c["kind"] == PartKind.BASE
+        seconds = np.where(is_base, want.cost.seconds(start, n), want.cost.seconds(end - span, span))
         keys = 2 * _CLASS + np.minimum(seconds / size * again, _CLASS / 2)
         beside = (c["kind"] == PartKind.WINDOW) | (c["kind"] == PartKind.STATE)
-        loose = beside & (c["anchor"] == 0)
-        keys = np.where(loose, _CLASS + c["used"].astype(np.float64) / 2**32, keys)
+        keys = np.where(beside & (c["anchor"] == 0), _CLASS + c["used"].astype(np.float64) / 2**32, keys)
         if want.slot == RAM:
-            copies = c["home"] != RAM
-            keys = np.where(copies, 2 * _CLASS + READ_S_PER_BYTE * again, keys)
+            keys = np.where(c["home"] != RAM, 2 * _CLASS + READ_S_PER_BYTE * again, keys)
         if want.protected:
             kept = np.isin(node, np.fromiter(want.protected, np.int32))
             keys = np.where(kept, keys + 2 * _CLASS, keys)
         return np.asarray(keys, np.float64)
 
-    def _candidates(self) -> NDArray[np.intp]:
-        """Rows that may go as things are, smallest key first."""
-        want, c = self._want, self._columns
-        here = c["hot"] == 1 if want.slot == RAM else c["home"] == want.slot
-        leaf = (np.array(self._tree.by_tokens.roots, np.int32) == 0)[c["node"]]
-        n_parts = np.bincount(c["node"], minlength=len(self._tree.parent))[c["node"]]
-        free = leaf | ((c["kind"] != PartKind.BASE) & (n_parts > 1))
-        if want.slot == RAM:
-            copies = c["home"] != RAM
-            free = copies if want.copies_only else free | copies
-        allowed = here & free & (c["node"] != 0) & (self._keys <= self._limit())
-        if want.locked:
-            allowed[np.fromiter(want.locked, np.int64)] = False
-        rows = np.flatnonzero(allowed)
-        return rows[np.argsort(self._keys[rows], kind="stable")]
+    def _key(self, part: int) -> float:
+        """The eviction key of one part."""
+        want, tree, parts = self._want, self._tree, self._tree.parts
+        node, kind = parts.node[part], parts.kind(part)
+        again = float(reuse(parts.hits[part], want.now - parts.used[part]))
+        if want.slot == RAM and parts.home[part] != RAM:
+            key = 2 * _CLASS + READ_S_PER_BYTE * again
+        elif kind in (PartKind.WINDOW, PartKind.STATE) and not parts.anchor[part]:
+            key = _CLASS + parts.used[part] / 2**32
+        else:
+            start, n, end = tree.start[node], tree.n_tokens[node], tree.end(node)
+            if kind is not PartKind.BASE:
+                n = end if kind is PartKind.WHOLE else min(end, RESUME_SPAN)
+                start = end - n
+            seconds = float(want.cost.seconds(start, n))
+            key = 2 * _CLASS + min(seconds / max(parts.size[part], 1) * again, _CLASS / 2)
+        return key + 2 * _CLASS if node in want.protected else key
 
     def _limit(self) -> float:
         want = self._want
@@ -200,8 +220,10 @@ class _Planner:
             return
         limit = self._limit()
         for row in self._tree.part_rows(parent):
-            if self._is_here(row) and row not in self._want.locked and self._keys[row] <= limit:
-                heapq.heappush(heap, (float(self._keys[row]), row))
+            if self._is_here(row) and row not in self._want.locked:
+                key = self._key(row)
+                if key <= limit:
+                    heapq.heappush(heap, (key, row))
 
 
 def plan_evictions(tree: Tree, want: Want) -> Plan:

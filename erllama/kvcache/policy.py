@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def _gate(value: object) -> float:
+def _gate(value: object) -> int | float:
     """A whole number of tokens, or infinity for never."""
     if value == math.inf:
         return math.inf
     try:
-        return float(integer(0)(value))  # type: ignore[arg-type]  # the check returns an int
+        return integer(0)(value)  # type: ignore[return-value]  # the check returns an int
     except Rejected as why:
         raise Rejected(f"{why}, or math.inf for never") from None
 
@@ -35,9 +35,9 @@ class SavePolicy:
     `pin_fraction`: at most this much of a tier may be pinned.
     """
 
-    min_tokens: float = option(default=512, check=_gate)
-    cold_min_tokens: float = option(default=512, check=_gate)
-    cold_max_tokens: float = option(default=30_000, check=_gate)
+    min_tokens: int | float = option(default=512, check=_gate)
+    cold_min_tokens: int | float = option(default=512, check=_gate)
+    cold_max_tokens: int | float = option(default=30_000, check=_gate)
     continued_interval: int = option(default=2048, check=integer(1))
     block_tokens: int = option(default=256, check=integer(1, 2**16))
     session_resume_wait_s: float = option(default=0.5, check=number(0))
@@ -98,6 +98,8 @@ class TokenBucket:
 
     def try_take(self, n: float) -> bool:
         """Take n units if the rate allows; a single amount above the burst passes when the bucket is full."""
+        if math.isinf(self._rate):
+            return True
         now = self._clock()
         self._level = min(self._burst, self._level + max(0.0, now - self._at) * self._rate)
         self._at = now

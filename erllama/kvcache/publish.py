@@ -3,7 +3,7 @@
 For a group of parts, parents first:
 
     1 reserve     budget taken, temporaries created in their final size (shared lock)
-    2 write       header, metadata, payload into each temporary
+    2 write       payload, then header and metadata, into each temporary
     3 sync        each temporary's data on stable storage
     4 re-check    is the save still wanted, is the parent still there? (shared lock, to the end)
     5 link        temporary → target, which must not exist; then the temporary's name goes
@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -29,8 +30,8 @@ from crc32c import crc32c
 from .files import LINKS_MISSING
 from .header import HEADER_BYTES, Damaged
 from .kinds import ROOT_NAME, PartKind
-from .meta import NodeMeta, encode_head
-from .read import read_head
+from .meta import NodeMeta, encode_metadata, make_header
+from .read import SLICE_BYTES, read_head
 from .root import Root, TierBusy
 
 if TYPE_CHECKING:
@@ -52,6 +53,10 @@ class Outcome(enum.Enum):
         return self in (Outcome.PUBLISHED, Outcome.ADOPTED, Outcome.REPLACED)
 
 
+_PARALLEL_SYNC = 4  # groups from this size on are synced by several threads
+_SYNC_THREADS = 4
+
+
 def _always() -> bool:
     return True
 
@@ -64,18 +69,19 @@ class Outgoing:
     kind: PartKind
     payload: memoryview
     wanted: Callable[[], bool] = _always
-    head: bytes = field(default=b"", init=False)
+    _metadata: bytes = field(default=b"", init=False)
+
+    @property
+    def metadata(self) -> bytes:
+        """The encoded metadata."""
+        if not self._metadata:
+            self._metadata = encode_metadata(self.meta, self.kind)
+        return self._metadata
 
     @property
     def file_bytes(self) -> int:
-        """Size of the file; known once `prepare` has run."""
-        return len(self.head) + len(self.payload)
-
-    def prepare(self) -> None:
-        """Checksum the payload and encode what precedes it."""
-        if not self.head:
-            crc = crc32c(self.payload)
-            self.head = encode_head(self.meta, self.kind, len(self.payload), crc)
+        """Size of the file."""
+        return HEADER_BYTES + len(self.metadata) + len(self.payload)
 
 
 class _Staged:
@@ -98,16 +104,12 @@ def publish(root: Root, group: Sequence[Outgoing]) -> list[Outcome]:
     Raises: `TierFull` and `TierBusy` with nothing changed; OSError (no space, read-only, gone) after removing
     what it had staged. Parts linked before an OSError stay: they are complete, the next scan adopts them.
     """
-    for part in group:
-        part.prepare()
     staged = [_Staged(root, part) for part in group]
     try:
         _reserve(root, staged)
         for item in staged:
             _write(root, item)
-        for item in staged:
-            assert item.fd is not None
-            root.files.sync(item.fd)
+        _sync_all(root, staged)
         return _link_all(root, staged)
     finally:
         _clean_up(root, staged)
@@ -129,14 +131,36 @@ def _reserve(root: Root, staged: Sequence[_Staged]) -> None:
 
 
 def _write(root: Root, item: _Staged) -> None:
+    """Payload first, summed slice by slice while it is in the cache; the header, which has the sum, last."""
+    part, crc = item.part, 0
+    begin = HEADER_BYTES + len(part.metadata)
+    for at in range(0, len(part.payload), SLICE_BYTES):
+        piece = part.payload[at : at + SLICE_BYTES]
+        crc = crc32c(piece, crc)
+        _write_full(root, item, piece, begin + at)
+    header = make_header(
+        part.meta, part.kind, part.metadata, payload_bytes=len(part.payload), payload_crc=crc
+    )
+    _write_full(root, item, memoryview(header.encode() + part.metadata), 0)
+
+
+def _write_full(root: Root, item: _Staged, data: memoryview, offset: int) -> None:
     assert item.fd is not None
-    chunks = [memoryview(item.part.head), item.part.payload]
-    while chunks:
-        n = root.files.write(item.fd, chunks)
-        while chunks and n >= len(chunks[0]):
-            n -= len(chunks.pop(0))
-        if chunks:
-            chunks[0] = chunks[0][n:]
+    done = 0
+    while done < len(data):
+        done += root.files.write(item.fd, [data[done:]], offset + done)
+
+
+def _sync_all(root: Root, staged: Sequence[_Staged]) -> None:
+    fds = [item.fd for item in staged if item.fd is not None]
+    if len(fds) < _PARALLEL_SYNC:
+        for fd in fds:
+            root.files.sync(fd)
+        return
+    # Several at once: a device works on one flush while the next file's data is on its way.
+    with ThreadPoolExecutor(_SYNC_THREADS) as pool:
+        for _ in pool.map(root.files.sync, fds):
+            pass
 
 
 def _link_all(root: Root, staged: Sequence[_Staged]) -> list[Outcome]:
@@ -192,6 +216,9 @@ def _meet_existing(root: Root, item: _Staged) -> Outcome:
     try:
         header, meta = read_head(root.files, item.target)
         same = meta.name == part.meta.name and header.kind is part.kind
+        # Equal tokens computed otherwise are other bytes: the index must be right about what the file holds.
+        same = same and header.provenance is part.meta.provenance
+        same = same and meta.identity.compute_hash == part.meta.identity.compute_hash
         if same and header.payload_bytes == len(part.payload):
             return Outcome.ADOPTED
         old_bytes = header.file_bytes
@@ -205,13 +232,9 @@ def _meet_existing(root: Root, item: _Staged) -> Outcome:
 
 def _size_of(root: Root, path: str) -> int:
     try:
-        fd = root.files.open_read(path)
+        return root.files.size_at(path)
     except FileNotFoundError:
         return 0
-    try:
-        return root.files.size(fd)
-    finally:
-        root.files.close(fd)
 
 
 def _clean_up(root: Root, staged: Sequence[_Staged]) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from .files import Files
 
+SLICE_BYTES: Final = 1 << 20  # copied and checksummed in turn: the sum then reads from cache, not memory
 _FIRST_READ: Final = 4096  # header and metadata of a 256-token node fit, so most heads take one call
 
 
@@ -77,17 +78,21 @@ def read_part(files: Files, path: str, into: memoryview) -> tuple[Header, NodeMe
         header, meta = read_head_from(files, fd)
         if header.payload_bytes != len(into):
             raise Damaged("size", f"payload of {header.payload_bytes} bytes, {len(into)} expected")
-        read_full(files, fd, into, HEADER_BYTES + header.metadata_bytes)
-    if crc32c(into) != header.payload_crc:
+        crc, begin = 0, HEADER_BYTES + header.metadata_bytes
+        for at in range(0, len(into), SLICE_BYTES):
+            piece = into[at : at + SLICE_BYTES]
+            read_full(files, fd, piece, begin + at)
+            crc = crc32c(piece, crc)
+    if crc != header.payload_crc:
         raise Damaged("payload", "checksum")
     return header, meta
 
 
-def verify_file(files: Files, path: str, chunk_bytes: int = 1 << 20) -> tuple[Header, NodeMeta]:
+def verify_file(files: Files, path: str) -> tuple[Header, NodeMeta]:
     """Check a whole file in a small buffer. Raises: `Damaged`."""
     with opened(files, path) as fd:
         header, meta = read_head_from(files, fd)
-        buffer = memoryview(bytearray(min(chunk_bytes, max(header.payload_bytes, 1))))
+        buffer = memoryview(bytearray(min(SLICE_BYTES, max(header.payload_bytes, 1))))
         done, crc = 0, 0
         while done < header.payload_bytes:
             piece = buffer[: min(len(buffer), header.payload_bytes - done)]

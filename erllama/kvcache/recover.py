@@ -77,7 +77,6 @@ def scan(root: Root, known_ids: Set[PartId], *, now: float) -> Scan:
     immortal. Expired nodes are orphans. Raises: OSError if the folder cannot be listed.
     """
     result = Scan()
-    root.accept_foreign()
     seen: set[PartId] = set()
     for entry in root.files.entries(root.nodes):
         result.total_bytes += entry.n_bytes
@@ -168,9 +167,7 @@ def sweep(root: Root, result: Scan) -> int:
 
 def _remove(root: Root, path: str, n: int, total: int) -> tuple[int, int]:
     try:
-        fd = root.files.open_read(path)
-        size = root.files.size(fd)
-        root.files.close(fd)
+        size = root.files.size_at(path)
         root.files.unlink(path)
     except FileNotFoundError:
         return n, total
@@ -180,9 +177,7 @@ def _remove(root: Root, path: str, n: int, total: int) -> tuple[int, int]:
 def quarantine_file(root: Root, path: str) -> int:
     """Move a damaged file out of the way, keeping only the latest few; returns its size."""
     try:
-        fd = root.files.open_read(path)
-        size = root.files.size(fd)
-        root.files.close(fd)
+        size = root.files.size_at(path)
         root.files.rename(path, os.path.join(root.quarantine, os.path.basename(path)))
     except FileNotFoundError:
         return 0

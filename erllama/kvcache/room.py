@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from .arena import class_bytes
-from .kinds import NodeFlag, PartKind
 from .parts import RAM
 from .planner import headroom
 
@@ -18,8 +17,12 @@ if TYPE_CHECKING:
 
     from .arena import Buffer
     from .catalog import Catalog
+    from .kinds import PartKind
     from .tierset import TierSet
 
+HEAD_SPARE = (
+    8192  # left free beside each buffer: the node's head and its share of the index are charged later
+)
 _SPILL_TRIES = 3  # other takers may be faster; after this many rounds the tier is simply too busy
 
 
@@ -44,12 +47,14 @@ class RamRoom:
         With a spill tier only copies of what file tiers hold may go; `take` can do more.
         """
         arena = self._catalog.arena
-        buffer = arena.try_take(n_bytes)
+        buffer = arena.try_take(n_bytes, HEAD_SPARE)
         if buffer is not None or class_bytes(n_bytes) > arena.max_bytes:
             return buffer
-        if not self._evict(arena.shortfall(n_bytes), ceiling=ceiling, copies_only=self.spill is not None):
+        if not self._evict(
+            arena.shortfall(n_bytes, HEAD_SPARE), ceiling=ceiling, copies_only=self.spill is not None
+        ):
             return None
-        return arena.try_take(n_bytes)
+        return arena.try_take(n_bytes, HEAD_SPARE)
 
     async def take(self, n_bytes: int, *, ceiling: float | None = None) -> Buffer | None:
         """A buffer, after spilling if need be; None if there is no room."""
@@ -58,10 +63,16 @@ class RamRoom:
             buffer = self.take_nowait(n_bytes, ceiling=ceiling)
             if buffer is not None or self.spill is None or class_bytes(n_bytes) > arena.max_bytes:
                 return buffer
-            plan = self._catalog.plan(RAM, arena.shortfall(n_bytes), ceiling=ceiling)
+            plan = self._catalog.plan(RAM, arena.shortfall(n_bytes, HEAD_SPARE), ceiling=ceiling)
             if not plan.enough or not await self._spill(plan.parts):
                 return None
         return self.take_nowait(n_bytes, ceiling=ceiling)
+
+    def fit(self) -> None:
+        """Evict what a head larger than the spare has pushed over the budget."""
+        over = self._catalog.arena.used_bytes - self._catalog.arena.max_bytes
+        if over > 0:
+            self._evict(over, ceiling=None, copies_only=self.spill is not None)
 
     def evict(self, n_bytes: int, *, force: bool) -> tuple[int, int]:
         """Drop at least `n_bytes` from RAM if possible; returns parts and bytes."""
@@ -107,7 +118,7 @@ class RamRoom:
         assert self.spill is not None
         tree = self._catalog.tree
         lone = [part for part in parts if tree.parts.home[part] == RAM]
-        private = [part for part in lone if tree.flags(tree.parts.node[part]) & NodeFlag.PRIVATE]
+        private = [part for part in lone if self._catalog.is_private(tree.parts.node[part])]
         self._drop(private)
         movable = [part for part in lone if part not in private]
         return not movable or await self.spill(movable)

@@ -149,6 +149,10 @@ class Root:
         finally:
             self.files.close(fd)
 
+    def try_lock_removing(self) -> int | None:
+        """The exclusive lock if nobody has it or the shared one right now."""
+        return self.files.try_lock(self._lock_path, exclusive=True)
+
     def lock_removing(self) -> int:
         """The exclusive lock as a descriptor; close it to release. Raises: `TierBusy`."""
         return self._acquire(self._lock_path, exclusive=True)
@@ -194,24 +198,22 @@ class Root:
             self._write_usage(fd, max(0, self._read_usage(fd) - n_bytes))
 
     def set_used(self, n_bytes: int) -> None:
-        """Correct the counter from a listing made under the exclusive lock."""
+        """Correct the counter from a listing made under the exclusive lock; others' changes are in it."""
         with self._locked(self._usage_path, exclusive=True) as fd:
             self._read_usage(fd)
             self._foreign = False
             self._write_usage(fd, n_bytes)
 
     def has_foreign_changes(self) -> bool:
-        """Whether another process added or removed something since the last listing."""
+        """Whether another process added or removed something since the last sweep."""
         if self.read_only:
             return False
         self.used_bytes()
         return self._foreign
 
-    def accept_foreign(self) -> None:
-        """A listing is about to be made: what others did until now will be in it."""
-        if not self.read_only:
-            self.used_bytes()
-        self._foreign = False
+    def distrust(self) -> None:
+        """The index no longer knows all that is here: list anew at the next look."""
+        self._foreign = True
 
     def _read_usage(self, fd: int) -> int:
         data = bytearray(_USAGE.size)

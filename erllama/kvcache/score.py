@@ -44,4 +44,4 @@ def reuse(hits: Number, age_s: Number) -> Number:
 
 def add_hit(hits: float, age_s: float) -> float:
     """The hit count after one more use, `age_s` after the last one."""
-    return float(hits * np.exp2(-max(age_s, 0.0) / HALF_LIFE_S)) + 1.0
+    return float(hits * 2.0 ** (-max(age_s, 0.0) / HALF_LIFE_S)) + 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import os
 from dataclasses import dataclass
 from typing import Final
 
@@ -35,13 +36,14 @@ class RamTier:
 @dataclass(frozen=True, slots=True)
 class _FileTierOptions:
     name: str
-    root: str
+    root: str  # any path; `~` is the user's home
     max_bytes: int = 20 << 30
     max_write_bytes_per_s: float = math.inf
 
     def __post_init__(self) -> None:
         _check(self.name, self.max_bytes)
-        if not self.root or "\0" in str(self.root):
+        object.__setattr__(self, "root", os.fspath(self.root))
+        if not self.root or "\0" in self.root:
             raise InvalidOption(f"tier {self.name!r}: root must be a path", detail={"key": "root"})
         if self.name == RAM_TIER:
             raise InvalidOption('the name "ram" is taken by the RAM tier', detail={"key": "name"})

@@ -1,17 +1,17 @@
-"""All running file tiers: their state, their failures and recovery, and room made in them.
+"""All running file tiers: their state, their failures and recovery, and the trash they empty.
 
 A tier that fails is switched off, counted, and started again with back-off; what it holds stays in the index
 but is not handed out meanwhile. Other tiers are not touched.
-Rule 1: files are removed only here, and only with the tier's removing lock held.
-Rule 2: an evicted part is doomed before its file goes and dropped after; nobody leases it in between.
-Rule 3: what the index drops for other reasons (damage, expiry) goes to the trash; the trash is emptied before
-        anything is published, so that no dead file is adopted, and listings pass it over.
+Rule 1: files are removed only here and by the evictor, and only with the tier's removing lock held.
+Rule 2: what the index drops for other reasons than room (damage, expiry) goes to the trash; the trash is
+        emptied before anything is published, so that no dead file is adopted, and listings pass it over.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,13 +22,12 @@ from erllama.errors import InvalidConfig
 from .catalog import FileRef
 from .header import Damaged
 from .parts import RAM
-from .planner import headroom
 from .policy import TokenBucket
 from .root import TierBusy
 from .trie import NeedKey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
     from .catalog import Catalog
     from .filetier import FileTier
@@ -51,10 +50,26 @@ class TierState:
     tier: FileTier
     bucket: TokenBucket
     on: bool = False
+    closing: bool = False
     failures: int = 0
     retry_at: float = 0.0
     error: str | None = None
-    removing: trio.Lock = field(default_factory=trio.Lock)  # one eviction round of ours at a time
+    removing: trio.Lock = field(default_factory=trio.Lock)  # one round of removals of ours at a time
+    _removed: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
+
+    @asynccontextmanager
+    async def removal(self) -> AsyncIterator[None]:
+        """A round of removals: no publish of this process begins meanwhile."""
+        try:
+            async with self.removing:
+                yield
+        finally:
+            self._removed.unpark_all()
+
+    async def wait_publishable(self) -> None:
+        """Wait until no round of removals is going on: a publish would only hold a thread and wait there."""
+        while self.removing.locked():
+            await self._removed.park()
 
     @property
     def used_bytes(self) -> int:
@@ -63,8 +78,13 @@ class TierState:
 
     @property
     def writable(self) -> bool:
-        """Whether it takes saves."""
+        """Whether it can be written."""
         return self.on and not self.tier.root.read_only
+
+    @property
+    def accepts(self) -> bool:
+        """Whether it takes new saves: not while it is being removed."""
+        return self.writable and not self.closing
 
 
 class TierSet:
@@ -105,7 +125,7 @@ class TierSet:
         state = TierState(self._next_slot, tier, TokenBucket(rate, rate * 60, self._catalog.clock))
         self._next_slot += 1
         self._states[state.slot] = state
-        self._catalog.tier_max[state.slot] = tier.options.max_bytes
+        self._catalog.pins.tier_max[state.slot] = tier.options.max_bytes
         self._catalog.off.add(state.slot)
         await self._start(state)
         return state
@@ -124,9 +144,8 @@ class TierSet:
         catalog.add_hits(hits)
         state.on, state.failures, state.error = True, 0, None
         catalog.off.discard(state.slot)
-        await self._measure(state)
-        if state.used_bytes > state.tier.options.max_bytes:
-            await self.make_room(state, 0)
+        if not state.tier.root.read_only:
+            await self._run(state.tier.root.used_bytes)
 
     async def remove(self, state: TierState) -> None:
         """Stop a tier and forget what only it holds; its files stay. Copies in RAM live on there."""
@@ -144,7 +163,9 @@ class TierSet:
                     break
         del self._states[state.slot]
         catalog.off.discard(state.slot)
-        catalog.tier_max.pop(state.slot, None)
+        catalog.pins.tier_max.pop(state.slot, None)
+        for other in self._states.values():
+            other.tier.root.distrust()  # it may hold files of nodes that were served from here
         await self._run(state.tier.close)
 
     def fail(self, state: TierState, error: BaseException) -> None:
@@ -172,6 +193,8 @@ class TierSet:
             if not state.on:
                 continue
             try:
+                if not await self._run(state.tier.root.has_foreign_changes):
+                    continue
                 known = self._catalog.known_parts(state.slot)
                 found = await self._run(state.tier.look, known, self._catalog.clock())
             except OSError as broken:
@@ -179,12 +202,13 @@ class TierSet:
             except TierBusy:
                 continue
             else:
-                if found is not None:
-                    await self.apply(state, found)
+                await self.apply(state, found)
 
     async def apply(self, state: TierState, found: Scan) -> None:
         """Bring the index in line with a listing."""
         catalog = self._catalog
+        if state.slot not in self._states:
+            return  # removed while it was being listed
         for ref in found.vanished:
             part = catalog.part_of(ref)
             if part and catalog.tree.parts.home[part] == state.slot:
@@ -237,7 +261,9 @@ class TierSet:
                 _, heads[name] = await self._run(state.tier.read_head, name, kind)
                 return True
             except Damaged as damage:
-                self.damaged((name, kind), damage)
+                now = catalog.part_of((name, kind))
+                if now and now not in catalog.doomed:  # otherwise it was evicted while we read
+                    self.damaged((name, kind), damage)
             except OSError as broken:
                 self.fail(state, broken)
         row_now = catalog.tree.find(name)
@@ -279,7 +305,7 @@ class TierSet:
                 await self._empty(state, mine)
 
     async def _empty(self, state: TierState, files: dict[FileRef, bool]) -> None:
-        async with state.removing:
+        async with state.removal():
             try:
                 await self._run(_remove_locked, state.tier, files)
             except TierBusy:
@@ -289,85 +315,6 @@ class TierSet:
                 return
         for ref in files:
             self._trash.pop(ref, None)
-
-    async def resync(self, state: TierState) -> None:
-        """List a tier anew under its lock, sweep it, and bring the index in line."""
-        catalog = self._catalog
-        async with state.removing:
-            try:
-                lock = await self._run(state.tier.root.lock_removing)
-            except TierBusy:
-                return
-            try:
-                found = await self._run(state.tier.refresh, catalog.known_parts(state.slot), catalog.clock())
-                await self.apply(state, found)
-                await self._measure(state)
-            except OSError as broken:
-                self.fail(state, broken)
-            finally:
-                state.tier.root.files.close(lock)
-
-    async def make_room(self, state: TierState, n_bytes: int, *, ceiling: float | None = None) -> bool:
-        """Evict until `n_bytes` more fit the budget. False: nothing or not enough may go."""
-        return await self._evict(state, n_bytes, absolute=False, force=False, ceiling=ceiling) is not None
-
-    async def evict(self, state: TierState, n_bytes: int, *, force: bool) -> tuple[int, int]:
-        """Evict at least `n_bytes` if possible; returns parts and bytes removed."""
-        return await self._evict(state, n_bytes, absolute=True, force=force, ceiling=None) or (0, 0)
-
-    async def _evict(
-        self, state: TierState, n_bytes: int, *, absolute: bool, force: bool, ceiling: float | None
-    ) -> tuple[int, int] | None:
-        tier, catalog = state.tier, self._catalog
-        async with state.removing:
-            try:
-                lock = await self._run(tier.root.lock_removing)
-            except TierBusy:
-                return None
-            try:
-                if await self._run(tier.root.has_foreign_changes):
-                    found = await self._run(tier.refresh, catalog.known_parts(state.slot), catalog.clock())
-                    await self.apply(state, found)
-                used = await self._measure(state)
-                need = n_bytes if absolute else used + n_bytes - tier.options.max_bytes
-                if need <= 0:
-                    return 0, 0
-                goal = need if absolute else headroom(need, tier.options.max_bytes)
-                plan = catalog.plan(state.slot, goal, force=force, ceiling=ceiling)
-                if plan.freed_bytes < need and not absolute:
-                    return None
-                return await self._carry_out(state, plan.parts, n_forced=plan.n_forced)
-            except OSError as broken:
-                self.fail(state, broken)
-                return None
-            finally:
-                tier.root.files.close(lock)
-
-    async def _carry_out(self, state: TierState, parts: Sequence[int], *, n_forced: int) -> tuple[int, int]:
-        catalog, tree = self._catalog, self._catalog.tree
-        doomed = [(tree.names.name(tree.parts.node[p]), tree.parts.kind(p)) for p in parts]
-        here = [ref for ref, p in zip(doomed, parts, strict=True) if tree.parts.home[p] == state.slot]
-        for part in parts:
-            catalog.count_eviction(part, state.slot)
-        catalog.doomed.update(parts)
-        freed = 0
-        try:
-            freed = await self._run(state.tier.remove, here)
-        finally:
-            catalog.doomed.difference_update(parts)
-        for ref in here:
-            part = catalog.part_of(ref)
-            if part and tree.parts.home[part] == state.slot:
-                self.discard(f for f in catalog.drop_part(part) if f.slot != state.slot)
-        if n_forced:
-            catalog.pins.n_forced += n_forced
-        await self._measure(state)
-        return len(here), freed
-
-    async def _measure(self, state: TierState) -> int:
-        if not state.tier.root.read_only:
-            await self._run(state.tier.root.used_bytes)
-        return state.used_bytes
 
 
 def _remove_locked(tier: FileTier, files: dict[FileRef, bool]) -> None:

@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from .key import Identity
     from .meta import NodeMeta
 
+_PROVENANCES: Final = tuple(Provenance)  # by number; a look-up is five times cheaper than the enum's own
 _TOKEN_BITS: Final = 32
 _BYTE_BITS: Final = 8
+_OTHER_COMPUTE: Final = 255
 _COLUMN_BYTES: Final = 4 * 5 + 8 + 2
 
 
@@ -48,6 +50,7 @@ class Tree:
         self.first_part = array("i")
         self._byte_hash = array("Q")
         self._info = array("H")
+        self._computes: dict[bytes, int] = {}
         self._free = 0
         self._roots: dict[tuple[bytes, bytes], int] = {}
         self._identities: dict[int, Identity] = {}
@@ -125,11 +128,11 @@ class Tree:
 
     def part_rows(self, row: int) -> list[int]:
         """All part rows of a node."""
-        return list(self.parts.walk(self.first_part[row]))
+        return self.parts.rows(self.first_part[row])
 
     def provenance(self, row: int) -> Provenance:
         """How the node was computed."""
-        return Provenance(self._info[row] & 3)
+        return _PROVENANCES[self._info[row] & 3]
 
     def reason(self, row: int) -> SaveReason:
         """Why the node was stored."""
@@ -137,7 +140,14 @@ class Tree:
 
     def flags(self, row: int) -> NodeFlag:
         """Anchor, private."""
-        return NodeFlag(self._info[row] >> 5)
+        return NodeFlag(self._info[row] >> 5 & 7)
+
+    def is_canonical(self, row: int, compute_hash: bytes) -> bool:
+        """Whether the node was made by canonical prefill where bits come out as with `compute_hash`."""
+        if self._info[row] & 3 != Provenance.CANONICAL:
+            return False
+        number = self._computes.get(compute_hash)
+        return number is not None and self._info[row] >> 8 == number
 
     def byte_hash(self, text: bytes | memoryview) -> int:
         """Keyed 64-bit hash of key bytes."""
@@ -177,9 +187,15 @@ class Tree:
         self.n_tokens[row] = len(meta.tokens)
         self.n_bytes[row] = len(meta.text)
         self._byte_hash[row] = self.byte_hash(meta.text)
-        self._info[row] = meta.provenance | meta.reason << 2 | meta.flags << 5
+        self._info[row] = meta.provenance | meta.reason << 2 | meta.flags << 5 | self._compute(meta) << 8
         self.n_nodes += 1
         return row
+
+    def _compute(self, meta: NodeMeta) -> int:
+        """A small number for a compute hash; beyond 255 different ones, a number that matches nobody."""
+        if len(self._computes) < _OTHER_COMPUTE:
+            self._computes.setdefault(meta.identity.compute_hash, len(self._computes))
+        return self._computes.get(meta.identity.compute_hash, _OTHER_COMPUTE)
 
     def _insert_bytes(self, parent: int, row: int, meta: NodeMeta, read: Callable[[int], NodeMeta]) -> None:
         try:

@@ -11,8 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .kinds import Provenance
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
     from .tree import Tree
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: hundreds are made per walk, and a frozen one costs three times as much
 class Place:
     """A node on the prompt's way: it covers the prompt from `before` to (`token_pos`, `byte_pos`).
 
@@ -63,7 +61,7 @@ class Walk:
 
 
 class Walker:
-    """One walk of one prompt. `canonical`: only nodes made by canonical prefill count."""
+    """One walk of one prompt. `canonical`: only nodes by canonical prefill with equal compute hash count."""
 
     def __init__(self, tree: Tree, identity: Identity, prompt: Prompt, *, canonical: bool = False) -> None:
         self._tree, self._identity, self._prompt, self._canonical = tree, identity, prompt, canonical
@@ -176,4 +174,4 @@ class Walker:
         return n <= len(rest) and self._tree.bytes_match(row, rest[:n])
 
     def _wanted(self, row: int) -> bool:
-        return not self._canonical or self._tree.provenance(row) is Provenance.CANONICAL
+        return not self._canonical or self._tree.is_canonical(row, self._identity.compute_hash)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from .arena import Buffer
     from .catalog import Catalog
+    from .evictor import Evictor
     from .recover import PartId
     from .runner import Runner
     from .stats import Counters
@@ -59,13 +60,22 @@ class Writer:
     """The writer pool. `run_worker` is one worker; the store starts as many as it is allowed."""
 
     def __init__(
-        self, catalog: Catalog, tiers: TierSet, *, run: Runner, counters: Counters, max_bytes: int
+        self,
+        catalog: Catalog,
+        tiers: TierSet,
+        evictor: Evictor,
+        *,
+        run: Runner,
+        counters: Counters,
+        max_bytes: int,
     ) -> None:
-        self._catalog, self._tiers, self._run, self._counters = catalog, tiers, run, counters
+        self._catalog, self._tiers, self._evictor = catalog, tiers, evictor
+        self._run, self._counters = run, counters
         self.max_bytes = max_bytes
         self.queued_bytes = 0
         self._queue: dict[PartId, Job] = {}
         self._flying: dict[PartId, Job] = {}
+        self._stopped = False
         self._wake = trio.lowlevel.ParkingLot()
         self._idle = trio.lowlevel.ParkingLot()
 
@@ -108,32 +118,49 @@ class Writer:
         return job
 
     async def flush(self) -> None:
-        """Wait until nothing is queued or being written. Cancellation: leaves the queue as it is."""
-        while self.n_queued:
+        """Wait until nothing is queued or being written, or nobody is left to write it.
+
+        Cancellation: leaves the queue as it is.
+        """
+        while self.n_queued and not self._stopped:
             await self._idle.park()
 
     async def run_worker(self) -> None:
         """Write groups for ever. Cancellation: a group being written is finished and announced first."""
-        while True:
-            group = self._next_group()
-            if not group:
-                await self._wake.park()
-                continue
-            try:
-                await self._write_group(self._tiers.get(group[0].slot), group)
-            finally:
-                for job in group:
-                    self._finish(job, Refusal.CLOSED)
+        try:
+            while True:
+                group = self._next_group()
+                if not group:
+                    await self._wake.park()
+                    continue
+                try:
+                    await self._write_group(self._tiers.get(group[0].slot), group)
+                finally:
+                    for job in group:
+                        self._finish(job, Refusal.CLOSED)
+        finally:
+            # Workers end together, on cancellation or when one of them fails: nothing will be written now.
+            self._stopped = True
+            self._idle.unpark_all()
 
     # --- choosing ---------------------------------------------------------------------------------
 
     def _next_group(self) -> list[Job]:
+        """Jobs that may be written together now; those that never may are refused on the way."""
+        while True:
+            n_before = len(self._queue)
+            group = self._choose()
+            if group or len(self._queue) == n_before:
+                return group  # otherwise refusals have decided about others: look again
+
+    def _choose(self) -> list[Job]:
         group: list[Job] = []
         n_bytes = 0
+        waiting = {name for name, _ in (*self._queue, *self._flying)}
         for job in list(self._queue.values()):
             if group and (job.slot != group[0].slot or n_bytes + job.n_bytes > GROUP_BYTES):
                 continue
-            ready = self._is_ready(job, group)
+            ready = self._is_ready(job, group, waiting)
             if ready is None:
                 self._flying[job.ref] = self._queue.pop(job.ref)
                 self._finish(job, Refusal.NO_PARENT)
@@ -146,7 +173,7 @@ class Writer:
             self._flying[job.ref] = self._queue.pop(job.ref)
         return group
 
-    def _is_ready(self, job: Job, group: Sequence[Job]) -> bool | None:
+    def _is_ready(self, job: Job, group: Sequence[Job], waiting: set[bytes]) -> bool | None:
         """Whether a job may be written now; None if it never may: it or its parent is gone."""
         catalog, tree = self._catalog, self._catalog.tree
         if not catalog.part_of(job.ref) or job.ref in catalog.abandoned:
@@ -159,8 +186,7 @@ class Writer:
         name = tree.names.name(parent)
         if any(other.ref[0] == name for other in group):
             return True
-        waits = any(ref[0] == name for ref in (*self._queue, *self._flying))
-        return False if waits else None
+        return False if name in waiting else None
 
     # --- writing ----------------------------------------------------------------------------------
 
@@ -195,6 +221,7 @@ class Writer:
         outgoing = self._outgoing(jobs, buffers)
         try:
             for may_evict in (True, False):
+                await state.wait_publishable()
                 try:
                     outcomes = await self._run(state.tier.publish, outgoing)
                 except (TierFull, OSError) as no:
@@ -224,11 +251,12 @@ class Writer:
         if isinstance(error, TierFull):
             if n_bytes > state.tier.options.max_bytes:
                 return Refusal.TOO_LARGE if len(outgoing) == 1 else Refusal.NO_ROOM
-            made = may_evict and await self._tiers.make_room(state, n_bytes, ceiling=ceiling)
+            made = may_evict and await self._evictor.make_room(state, n_bytes, ceiling=ceiling)
             return None if made else Refusal.NO_ROOM
+        state.tier.root.distrust()  # some may have been linked before the error: the next look adopts them
         if error.errno in NO_SPACE:
             # The device is full before the budget is: evict as much as we want to write, once.
-            evicted = await self._tiers.evict(state, n_bytes, force=False) if may_evict else (0, 0)
+            evicted = await self._evictor.evict(state, n_bytes, force=False) if may_evict else (0, 0)
             return None if evicted[0] else Refusal.NO_ROOM
         state.tier.root.read_only |= error.errno in READ_ONLY
         self._tiers.fail(state, error)

@@ -197,6 +197,7 @@ async def open_engine(
         ram=RamTier(max_bytes=config.ram_max_bytes),
         tiers=config.tiers,
         writer_max_concurrent=config.writer_max_concurrent,
+        shutdown_s=config.evict_save_timeout_s,
     )
     error: BaseException | None = None
     try:

@@ -175,6 +175,8 @@ class FakeBackend:
         arrived = dict(_CELL.iter_unpack(data))
         if list(arrived) != list(range(*block)) or len(self.memory.get(slot, {})) != wanted[0]:
             return False
+        if self._n_used() + len(arrived) > (self.n_cells or self.n_ctx):
+            return False  # the whole block passes through a sequence of its own
         self.memory.setdefault(slot, {}).update({pos: Cell(arrived[pos]) for pos in range(*wanted)})
         return True
 

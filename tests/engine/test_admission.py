@@ -117,7 +117,7 @@ def test_the_youngest_gives_way_and_is_next_again():
     old, young = admit_all(lane, seq(), seq())
     later = seq()
     lane.waiting.append(later)
-    assert lane.preempt_youngest() is young
+    assert lane.preempt_youngest(0.0) is young
     assert list(lane.waiting) == [young, later]
     assert lane.running == {0: old}
     assert lane.take_ops() == [Cut(1, 0)]
@@ -128,7 +128,7 @@ def test_several_preempted_wait_in_order_of_arrival():
     """Youngest first out, oldest first in."""
     lane = lanes(3)
     a, b, c = admit_all(lane, seq(), seq(), seq())
-    assert [lane.preempt_youngest(), lane.preempt_youngest()] == [c, b]
+    assert [lane.preempt_youngest(0.0), lane.preempt_youngest(0.0)] == [c, b]
     assert list(lane.waiting) == [b, c]
     assert lane.running == {0: a}
 
@@ -137,14 +137,14 @@ def test_the_last_one_running_never_gives_way():
     """Somebody always gets on."""
     lane = lanes(2)
     admit_all(lane, seq())
-    assert lane.preempt_youngest() is None
+    assert lane.preempt_youngest(0.0) is None
 
 
 def test_nobody_is_admitted_after_a_preemption_until_a_sequence_ends():
     """Else the one that gave way would come back and be sent away again, for ever."""
     lane = lanes(3)
     old, young = admit_all(lane, seq(), seq())
-    lane.preempt_youngest()
+    lane.preempt_youngest(0.0)
     assert lane.admit_next(0.0) is None
     lane.release(old.finish("stop", 1.0))
     assert lane.admit_next(0.0) is young
@@ -155,7 +155,7 @@ async def test_one_whose_reader_is_stalled_gives_way_first():
     lane = lanes(2)
     stalled, young = admit_all(lane, seq(capacity=4), seq(capacity=4))
     stalled.buffer.put_nowait(TokenId(1, stalled.request))
-    assert lane.preempt_youngest() is stalled
+    assert lane.preempt_youngest(0.0) is stalled
     assert list(lane.running.values()) == [young]
 
 

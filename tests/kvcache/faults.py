@@ -7,7 +7,7 @@ import errno
 import os
 from typing import TYPE_CHECKING
 
-from erllama.kvcache.files import Files
+from erllama.kvcache.files import Chunks, Files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,11 +46,11 @@ class SpyFiles(Files):
         self.before("set_size", self._paths[fd])
         super().set_size(fd, n_bytes)
 
-    def write(self, fd, chunks) -> int:  # type: ignore[no-untyped-def]
+    def write(self, fd: int, chunks: Chunks, offset: int) -> int:
         self.before("write", self._paths[fd])
-        # Short writes always: half of the first chunk, then the rest of it.
+        # Short writes always: half of what is asked, or its last byte.
         first = memoryview(chunks[0]).cast("B")
-        return super().write(fd, [first[: max(1, len(first) // 2)]] if len(first) > 1 else chunks)
+        return super().write(fd, [first[: max(1, len(first) // 2)]], offset)
 
     def sync(self, fd: int) -> None:
         self.before("sync", self._paths.get(fd, "journal"))
@@ -126,7 +126,7 @@ class DyingFiles(SpyFiles):
 
     def _keep(self, path: str) -> str | None:
         """A second name, outside the tier, for a file whose name is about to go."""
-        if not os.path.exists(path):
+        if self.power is None or not os.path.exists(path):
             return None
         folder = os.path.join(os.path.dirname(os.path.dirname(path)), "..", "kept")
         os.makedirs(folder, exist_ok=True)

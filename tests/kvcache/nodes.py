@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from typing import TYPE_CHECKING
 
 from erllama.kvcache.key import Identity, as_tokens
@@ -61,4 +60,4 @@ def chain(blocks: Sequence[Sequence[int]], **options: object) -> list[NodeMeta]:
 def payload(meta: NodeMeta, n_bytes: int, kind: int = 1) -> bytes:
     """Bytes that only this part of this node has."""
     seed = hashlib.sha256(meta.name + bytes((kind,))).digest()
-    return bytes(itertools.islice(itertools.cycle(seed), n_bytes))
+    return (seed * (n_bytes // len(seed) + 1))[:n_bytes]
