@@ -288,6 +288,7 @@ class Actor:
     async def _turn(self) -> None:
         self._wakeup = trio.Event()
         self._sweep()
+        self._lanes.drop_unwanted()
         self._lanes.unpark()
         now = trio.current_time()
         while True:

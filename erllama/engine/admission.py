@@ -207,19 +207,29 @@ class Lanes:
         if not self._ranges:
             return 0
         return max(
-            (n_common(tokens, np.asarray(h.ledger[: h.n_kv], np.int32)) for h in self._holders()), default=0
+            (
+                n_common(tokens, np.asarray(h.ledger[: h.n_kv], np.int32))
+                for h in self._holders()
+                if h.shareable
+            ),
+            default=0,
         )
 
     def forget_session(self, session_id: Hashable, *, keep_cells: bool) -> bool:
-        """End a session's pin; False if there was none. `keep_cells`: others may still share them."""
+        """End a session's pin; False if there was none. `keep_cells`: others may still share them.
+
+        Memory stays as it is until `drop_unwanted`, so this may be called while a step runs.
+        """
         pin = self.pin(session_id)
         if pin is None:
             return False
-        if keep_cells:
-            pin.session_id = None
-        else:
-            self._forget(pin)
+        pin.session_id, pin.unwanted = None, not keep_cells
         return True
+
+    def drop_unwanted(self) -> None:
+        """Free the cells of sessions that were reset."""
+        for resident in [r for r in self.residents.values() if r.unwanted]:
+            self._forget(resident)
 
     def _best_source(self, seq: Sequence) -> tuple[Resident | Sequence | None, int]:
         """Who holds the longest beginning of `seq`, and how much of it; its last token is always computed."""

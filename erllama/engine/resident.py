@@ -34,6 +34,7 @@ class Resident:
     session_id: Hashable = None
     pending: NDArray[np.int32]
     n_prompt: int  # of the turn that left it
+    unwanted: bool = False  # its session was reset: it goes as soon as the actor gets to it
 
     @classmethod
     def of(cls, seq: RunningSequence, now: float, *, pinned: bool = False) -> Resident:
@@ -53,7 +54,7 @@ class Resident:
     @property
     def shareable(self) -> bool:
         """Others may hold what it holds."""
-        return True
+        return not self.unwanted
 
     @property
     def n_kv(self) -> int:

@@ -234,4 +234,7 @@ def test_forgetting_a_session():
     hold(lane, B, "b", 2.0)
     lane.take_ops()
     assert lane.forget_session("b", keep_cells=False)
+    assert lane.n_live(B) == 0
+    assert lane.take_ops() == []  # a step may be running
+    lane.drop_unwanted()
     assert lane.take_ops() == [Cut(1, 0)]
