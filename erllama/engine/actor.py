@@ -296,7 +296,7 @@ class Actor:
                 self._start_restore(admitted)
             elif not self._lanes.park_lagging(now):
                 break
-        self._following = self._lanes.share_running()
+        self._following = self._lanes.share_running(now)
         self._make_room(now)
         shares = self._plan()
         if shares:
@@ -381,7 +381,7 @@ class Actor:
             if not self._preempt():
                 return
             self._lanes.reclaim(len(self._ready()))
-            self._following = self._lanes.share_running()  # who was waited for may have been the one to go
+            self._following = self._lanes.share_running(now)  # who was waited for may have been the one to go
 
     def _stall(self, now: float) -> None:
         """Residents that are being saved hold the cells that are lacking; not for ever."""

@@ -240,7 +240,7 @@ class Lanes:
                 best = holder, n
         return best
 
-    def share_running(self) -> set[Sequence]:
+    def share_running(self, now: float) -> set[Sequence]:
         """Give sequences what older ones with the same beginning have computed; who had better wait for more.
 
         A prompt is computed by the oldest sequence that has it; the others take it as it comes. Should that
@@ -248,32 +248,32 @@ class Lanes:
         """
         waiting: set[Sequence] = set()
         filling = [s for s in self.running.values() if s.phase is Phase.PREFILL]
-        self._take_over(filling)
+        self._take_over(filling, now)
         for seq in sorted(filling, key=lambda s: s.arrival):
             leader, n = self._leader(seq)
             if leader is None:
                 continue
             if (end := min(n, leader.n_kv)) > seq.n_kv:
                 seq.evidence.saw(n, leader.ledger, leader.n_tokens)
-                self._share(leader, seq, end)
+                self._share(leader, seq, end, now)
             if n > seq.n_kv and seq.phase is Phase.PREFILL and _leads(leader, seq):
                 waiting.add(seq)
         return waiting
 
-    def _take_over(self, filling: list[Sequence]) -> None:
+    def _take_over(self, filling: list[Sequence], now: float) -> None:
         """What a leader computed in its last step is left to those who followed it."""
         self._left = [r for r in self._left if self.residents.get(r.slot) is r]
         for seq in filling:
             for resident in self._left:
                 if (n := self._n_shared(seq, resident)) > seq.n_kv:
                     seq.evidence.saw(n, resident.ledger, resident.n_kv)
-                    self._share(resident, seq, n)
+                    self._share(resident, seq, n, now)
         if all(s.phase is not Phase.RESTORE for s in self.running.values()):
             self._left.clear()
 
-    def _share(self, source: Resident | Sequence, seq: Sequence, end: int) -> None:
+    def _share(self, source: Resident | Sequence, seq: Sequence, end: int, now: float) -> None:
         self._ops.append(Share(source.slot, seq.slot, seq.n_kv, end))
-        seq.share(source, end)
+        seq.share(source, end, now)
 
     def n_led(self, seq: Sequence) -> int:
         """How much of `seq` an older running sequence has or will have."""

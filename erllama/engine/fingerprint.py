@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,6 +17,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CHUNK_BYTES = 8 << 20
+SPLIT_NAME = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf", re.DOTALL)  # llama.cpp: llama_split_path
+
+
+def model_files(path: str) -> list[str]:
+    """All files of the model that is loaded from `path`: of a split one, each part."""
+    split = SPLIT_NAME.fullmatch(path)
+    if split is None:
+        return [path]
+    stem, count = split.groups()
+    return [f"{stem}-{number:05d}-of-{count}.gguf" for number in range(1, int(count) + 1)]
 
 
 def file_sha256(path: str, memory: Path) -> str:

@@ -21,7 +21,7 @@ from erllama.kvcache.key import control_piece
 from erllama.llama.variant import cache_dir
 from erllama.types import TokenLogprob
 
-from .fingerprint import file_sha256, shape_hash
+from .fingerprint import file_sha256, model_files, shape_hash
 from .permit import PROCESS_PERMIT
 from .sampling import DEFAULTS
 
@@ -104,9 +104,10 @@ class LlamaBackend:
     def _shape_hash(self) -> bytes:
         """Everything that decides whether saved KV may be restored here."""
         facts, build, options = self._live_model().facts, llama.build_info(), self._options
+        memory = cache_dir() / "fingerprints"
         return shape_hash(
             {
-                "model": file_sha256(self._path, cache_dir() / "fingerprints"),
+                "model": [file_sha256(file, memory) for file in model_files(self._path)],
                 "architecture": facts.architecture,
                 "type_k": options.type_k,
                 "type_v": options.type_v,

@@ -201,7 +201,7 @@ class Sequence:
         if n:
             self.source = source
 
-    def share(self, other: Sequence | Resident, n_kv: int) -> None:
+    def share(self, other: Sequence | Resident, n_kv: int, now: float) -> None:
         """It holds what `other` computed, up to `n_kv`."""
         if self.n_kv == self.n_cached:  # it has computed nothing itself yet
             self._reused(n_kv, "live")
@@ -210,7 +210,7 @@ class Sequence:
         for name, end in other.path.up_to(n_kv).nodes:
             if end > self.path.end:
                 self.path.add(name, end)
-        self._note_prefill(trio.current_time())
+        self._note_prefill(now)
 
     def restored(self, now: float) -> None:
         """Whatever could be reused is there; the rest is computed."""

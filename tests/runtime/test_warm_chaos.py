@@ -75,9 +75,19 @@ SCENES = {
 }
 
 
-@pytest.mark.parametrize("tier", ["ram", "disk"])
-@pytest.mark.parametrize("scene", SCENES)
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(
+    ("scene", "tier"),
+    [
+        ("roomy", "disk"),
+        ("few cells", "ram"),
+        ("few cells", "disk"),
+        ("few cells, moody", "ram"),
+        ("few cells, moody", "disk"),
+        ("tiny RAM", "disk"),
+        ("no RAM", "ram"),
+    ],
+)
+@pytest.mark.parametrize("seed", [1])
 @pytest.mark.usefixtures("inline_files")
 async def test_every_answer_is_the_one_its_request_gets_alone(
     autojump_clock, seed: int, scene: str, tier: str, tmp_path: Path
@@ -106,6 +116,8 @@ async def test_every_answer_is_the_one_its_request_gets_alone(
                     async with model.stream(prompt, cache=cache, **options) as events:
                         if coin.random() < 0.1:
                             events.cancel()
+                        if coin.random() < 0.1:
+                            await trio.sleep(coin.uniform(1, 6))  # a reader that lags is parked
                         answer = await erllama.collect(events)
                 except erllama.ErllamaError as error:
                     outcomes[error.reason] += 1
@@ -117,7 +129,7 @@ async def test_every_answer_is_the_one_its_request_gets_alone(
                 if len(prompt) > 250 or answer.finish_reason == "cancelled":
                     return
 
-    config = {"ram_max_bytes": settings["ram"]}
+    config = {"ram_max_bytes": settings["ram"], "stream_buffer_events": 16}
     if tier == "disk":
         config["tiers"] = [DiskTier("kv", str(tmp_path), max_bytes=1 << 18)]
     with trio.fail_after(600):
