@@ -54,7 +54,8 @@ class Resumer:
         Cancellation: what was imported stays, whole blocks only.
         """
         store = self._cache.store
-        match = await store.find(self._cache.identity, Prompt.of(seq.ledger))
+        prompt = Prompt.of(seq.ledger)
+        match = await store.find(self._cache.identity, prompt, resume_key=seq.options.parent_key)
         seq.evidence.saw(match.n_tokens, (), 0)
         if (last := match.partial) is not None:
             n = last.node.start + last.n_tokens

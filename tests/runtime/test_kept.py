@@ -178,6 +178,30 @@ async def test_the_longest_match_wins_whatever_the_hint_says():
         assert answer.stats.n_cached == 128
 
 
+async def test_one_scenario_per_kind():
+    """G22, G23: how each kind comes about, and what it read and stored."""
+    async with keeping(3) as (_, model, _):
+        seen = {}
+
+        def note(answer: erllama.Completion | erllama.Prefilled) -> None:
+            seen[answer.cache_hit_kind] = answer.cache_delta.read, answer.cache_delta.created
+
+        first = await model.complete(text(100), session_id="s", **GREEDY)  # 101 tokens in memory, 1 pending
+        note(first)
+        note(await model.complete(text(100), **GREEDY))
+        note(await model.complete(text(50) + "!?", **GREEDY))
+        sticky = await model.complete([*first.context_tokens, 65, 66], session_id="s", **GREEDY)
+        note(sticky)
+        note(await model.continue_("CD", session_id="s", **GREEDY))
+        assert seen == {
+            "cold": (0, 101),
+            "exact": (99, 0),
+            "partial": (50, 53 - 32),
+            "sticky": (101, 105 - 101),
+            "continuation": (105, 109 - 105),
+        }
+
+
 # --- read-outs ---
 
 
