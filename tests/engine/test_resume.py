@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -313,9 +312,7 @@ async def test_room_is_counted_with_the_step_that_is_running(autojump_clock) -> 
         await bench.complete([7] * 80, max_tokens=1)
         await bench.saved()
         backend.step_delay_s = 0.1
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(partial(bench.complete, [9] * 60, max_tokens=1))
-            nursery.start_soon(partial(bench.complete, PROMPT, max_tokens=1))
+        await bench.complete_all([PROMPT, [9] * 60], max_tokens=1)
         assert backend.n_refused == 0
         assert bench.store.statistics().damage == {}
         await bench.saved()
@@ -330,9 +327,7 @@ async def test_room_is_counted_with_the_imports_that_are_under_way(autojump_cloc
         await bench.complete([7] * 140, max_tokens=1)
         await bench.saved()
         backend.step_delay_s = 0.1
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(partial(bench.complete, PROMPT, max_tokens=1))
-            nursery.start_soon(partial(bench.complete, PROMPT[::-1], max_tokens=1))
+        await bench.complete_all([PROMPT, PROMPT[::-1]], max_tokens=1)
         assert backend.n_refused == 0
         assert bench.store.statistics().damage == {}
         await bench.saved()
