@@ -79,6 +79,7 @@ _LATE = {
     "Model": "runtime.model",
     "collect": "runtime.model",
 }
+__all__ = sorted({name for name in globals() if name[0].isupper() and name != "TYPE_CHECKING"} | set(_LATE))
 
 
 if not TYPE_CHECKING:

@@ -14,22 +14,13 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from .types import MemoryKind as MemoryKind  # part of the contract: `BackendFacts.memory_kind`
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from .errors import ErllamaError
     from .types import TokenLogprob
-
-
-class MemoryKind(enum.Enum):
-    """How a model remembers a sequence, which decides how it may be cut and repaired."""
-
-    DENSE = "dense"
-    WINDOW = "window"
-    RECURRENT = "recurrent"
-    HYBRID = "hybrid"
-    WHOLE = "whole"
-    NONE = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +36,8 @@ class BackendFacts:
     n_batch: int
     n_slots: int
     n_vocab: int
-    n_threads: int = 0  # CPU threads a step computes with; 0: it takes no compute permit
+    quant_tag: str = ""
+    memory_bytes: int = 0  # weights, KV and compute buffers
     memory_kind: MemoryKind = MemoryKind.DENSE
     streams_separate: bool = False
     ranges: bool = False  # ranges of a sequence can be shared, exported and imported, and cut at any token

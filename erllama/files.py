@@ -1,10 +1,14 @@
-"""Small file helpers: error names, path checks, durable directories."""
+"""Small file helpers: error names, path checks, the cache folder, durable directories.
+
+Nothing but the standard library: the build uses this too.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import sys
+from pathlib import Path
 
 from .errors import InvalidConfig
 
@@ -20,9 +24,25 @@ def error_name(code: int, platform: str = sys.platform) -> str:
     return errno.errorcode.get(code, f"errno_{code}").lower()
 
 
-def checked_path(path: str | os.PathLike[str]) -> str:
-    """The path as text. Raises: `InvalidConfig` if it is empty or holds a NUL byte."""
-    text = os.fspath(path)
+def cache_dir() -> Path:
+    """Where erllama keeps what can be had again: `ERLLAMA_CACHE_DIR`, else the platform's place for it."""
+    if named := os.environ.get("ERLLAMA_CACHE_DIR"):
+        return Path(named).expanduser().absolute()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "erllama"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "erllama"
+
+
+def checked_path(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
+    """The path as text, which `os.fsencode` takes.
+
+    Raises: `InvalidConfig` if it is no path, empty, holds a NUL byte, or cannot be a file's name here.
+    """
+    try:
+        text = os.fsdecode(path)
+        os.fsencode(text)
+    except (TypeError, UnicodeError) as error:
+        raise InvalidConfig(f"{path!r} is no path: {error}", detail={"key": "path", "value": path}) from None
     if not text:
         raise InvalidConfig("an empty path", detail={"key": "path", "value": text})
     if "\0" in text:

@@ -1,175 +1,40 @@
-"""The options users type, and the one mechanism that checks them.
+"""The options users type.
 
-Every option class is a frozen, keyword-only dataclass whose fields carry a *check*: a function
-that returns the accepted value or a sentence saying what was expected. A wrong name raises
-`UnknownOption` with the nearest right one, a wrong value `InvalidOption`; both before any native
-work begins.
-
+Names and values are checked when an options object is made (`erllama.checks`).
 Defaults follow llama.cpp's where it has one (llama.h, `llama_context_default_params`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
-import os
-import sys
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from numbers import Real
-from typing import Any, Literal, TypeGuard, TypeVar, cast, dataclass_transform
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Literal, get_args
 
-from .errors import InvalidOption, UnknownOption
+# Re-exported: whoever declares options of its own (the store, plugins) needs one import only.
+from .checks import Rejected as Rejected
+from .checks import boolean as boolean
+from .checks import choice as choice
+from .checks import hashable, is_finite
+from .checks import integer as integer
+from .checks import number as number
+from .checks import option as option
+from .checks import optional as optional
+from .checks import options as options
+from .checks import string as string
+from .checks import unknown_option as unknown_option
+from .errors import InvalidOption
+from .machine import default_threads as default_threads
+from .machine import usable_cpus as usable_cpus
 
-Check = Callable[[object], object]
-T = TypeVar("T")
+INT32_MAX = 2**31 - 1  # llama.cpp's int32_t
 
-
-class Rejected(Exception):
-    """Raised by a check; its text completes "expected …"."""
-
-
-def option(*, default: Any, check: Check) -> Any:
-    """A dataclass field with its check."""
-    return dataclasses.field(default=default, metadata={"check": check})
-
-
-@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(option,))
-def options(cls: type[T]) -> type[T]:
-    """Make `cls` a frozen keyword-only dataclass that checks names and values.
-
-    Raises (when instantiated): `UnknownOption`, `InvalidOption`.
-    """
-    made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-    generated = made.__init__
-    fields = {f.name: f for f in dataclasses.fields(made)}  # type: ignore[arg-type]  # made a dataclass above
-
-    def __init__(self: Any, **values: object) -> None:
-        for name in values:
-            if name not in fields:
-                raise unknown_option(name, fields, where=cls.__name__)
-        generated(self, **values)
-        for name, field in fields.items():
-            value = getattr(self, name)
-            try:
-                accepted = field.metadata["check"](value)
-            except Rejected as why:
-                raise InvalidOption(
-                    f"{cls.__name__}.{name}={value!r}: expected {why}", detail={"key": name, "value": value}
-                ) from None
-            object.__setattr__(self, name, accepted)
-        together = getattr(self, "check_together", None)
-        if together is not None:
-            together()
-
-    made.__init__ = __init__  # type: ignore[method-assign]  # the generated one runs inside it
-    return made
-
-
-def unknown_option(name: str, known: Iterable[str], *, where: str) -> UnknownOption:
-    """The error for an option that does not exist, naming the nearest that does."""
-    known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known) or 'none'}"
-    return UnknownOption(
-        f"{where} has no option {name!r}; {hint}", detail={"key": name, "nearest": near[0] if near else None}
-    )
-
-
-# --- checks ---------------------------------------------------------------------------------------
-
-
-def integer(low: int, high: int | None = None) -> Check:
-    """A whole number in [low, high]; booleans are refused."""
-    wanted = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
-
-    def check(value: object) -> int:
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise Rejected(wanted)
-        number = int(value.__index__())
-        if number < low or (high is not None and number > high):
-            raise Rejected(wanted)
-        return number
-
-    return check
-
-
-def _finite(value: object) -> TypeGuard[float]:
-    """Whether it is a number that a double can hold: NaN compares false, whole numbers may be too large."""
-    limit = sys.float_info.max
-    return not isinstance(value, bool) and isinstance(value, Real) and -limit <= cast("float", value) <= limit
-
-
-def number(low: float, high: float = math.inf, *, above_low: bool = False) -> Check:
-    """A finite number in [low, high], or (low, high] with `above_low`."""
-    border = "above" if above_low else "of at least"
-    wanted = f"a finite number {border} {low:g}" + ("" if high == math.inf else f" and at most {high:g}")
-
-    def check(value: object) -> float:
-        if not _finite(value):
-            raise Rejected(wanted)
-        if value < low or value > high or (above_low and value == low):
-            raise Rejected(wanted)
-        return float(value)
-
-    return check
-
-
-def boolean(value: object) -> bool:
-    """True or False, nothing else."""
-    if not isinstance(value, bool):
-        raise Rejected("True or False")
-    return value
-
-
-def choice(*allowed: object) -> Check:
-    """One of a few literal values."""
-    wanted = "one of " + ", ".join(repr(a) for a in allowed)
-
-    def check(value: object) -> object:
-        for candidate in allowed:
-            if type(value) is type(candidate) and value == candidate:
-                return value
-        raise Rejected(wanted)
-
-    return check
-
-
-def optional(inner: Check) -> Check:
-    """None, or what `inner` accepts."""
-
-    def check(value: object) -> object:
-        if value is None:
-            return None
-        try:
-            return inner(value)
-        except Rejected as why:
-            raise Rejected(f"None or {why}") from None
-
-    return check
-
-
-def string(value: object) -> str:
-    """Any text."""
-    if not isinstance(value, str):
-        raise Rejected("a string")
-    return value
-
-
-def binary(value: object) -> bytes:
-    """Any bytes."""
-    if not isinstance(value, (bytes, bytearray)):
-        raise Rejected("bytes")
-    return bytes(value)
-
-
-def hashable(value: object) -> Hashable:
-    """Any value that can be a key."""
-    try:
-        hash(value)
-    except TypeError:
-        raise Rejected("a hashable value") from None
-    return value
+KvType = Literal["f16", "f32", "bf16", "q4_0", "q5_0", "q5_1", "q8_0"]
+LoadMode = Literal["auto", "none", "mmap", "mlock", "mmap_mlock", "direct_io"]
+SplitMode = Literal["none", "layer", "row"]
+Pooling = Literal["none", "mean", "cls", "last", "rank"]
+KV_TYPES = get_args(KvType)
+LOAD_MODES = get_args(LoadMode)
 
 
 def stop_strings(value: object) -> tuple[str, ...]:
@@ -190,10 +55,17 @@ def logit_biases(value: object) -> dict[int, float]:
     for token, bias in value.items():
         if isinstance(token, bool) or not hasattr(token, "__index__"):
             raise Rejected(wanted)
-        if not _finite(bias) and bias != -math.inf:
+        if not is_finite(bias) and bias != -math.inf:
             raise Rejected(wanted)
         biases[int(token)] = float(bias)
     return biases
+
+
+def binary(value: object) -> bytes:
+    """Any bytes."""
+    if not isinstance(value, (bytes, bytearray)):
+        raise Rejected("bytes")
+    return bytes(value)
 
 
 def sequence(value: object) -> tuple[object, ...]:
@@ -209,39 +81,9 @@ def tensor_shares(value: object) -> tuple[float, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) > 16:
         raise Rejected(wanted)
     for share in value:
-        if not _finite(share) or share < 0:
+        if not is_finite(share) or share < 0:
             raise Rejected(wanted)
     return tuple(float(share) for share in value)
-
-
-# --- what the machine offers ----------------------------------------------------------------------
-
-
-def usable_cpus() -> int:
-    """CPUs this process may use: its affinity mask, capped by a cgroup quota where there is one."""
-    n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        with open("/sys/fs/cgroup/cpu.max") as f:  # cgroup v2: "<quota|max> <period>", microseconds
-            quota, period = f.read().split()
-        if quota != "max":
-            n = min(n, max(1, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):
-        return n  # no cgroup v2 here: the affinity mask is all there is to know
-    return n
-
-
-def default_threads() -> int:
-    """Physical cores, but never more than the usable CPUs."""
-    import psutil  # 30 ms that `erllama --help` need not spend
-
-    return max(1, min(psutil.cpu_count(logical=False) or usable_cpus(), usable_cpus()))
-
-
-# --- the options ----------------------------------------------------------------------------------
-
-KvType = Literal["f16", "f32", "bf16", "q4_0", "q5_0", "q5_1", "q8_0"]
-KV_TYPES = ("f16", "f32", "bf16", "q4_0", "q5_0", "q5_1", "q8_0")
-LOAD_MODES = ("auto", "none", "mmap", "mlock", "mmap_mlock", "direct_io")
 
 
 @options
@@ -251,15 +93,11 @@ class ModelOptions:
     `use_mmap`/`use_mlock` are the older spelling of `load_mode`; giving both is refused.
     """
 
-    n_gpu_layers: int = option(default=0, check=integer(-1))
-    split_mode: Literal["none", "layer", "row"] = option(
-        default="layer", check=choice("none", "layer", "row")
-    )
-    main_gpu: int = option(default=0, check=integer(0))
+    n_gpu_layers: int = option(default=0, check=integer(-1, INT32_MAX))
+    split_mode: SplitMode = option(default="layer", check=choice(*get_args(SplitMode)))
+    main_gpu: int = option(default=0, check=integer(0, INT32_MAX))
     tensor_split: Sequence[float] = option(default=(), check=tensor_shares)
-    load_mode: Literal["auto", "none", "mmap", "mlock", "mmap_mlock", "direct_io"] = option(
-        default="auto", check=choice(*LOAD_MODES)
-    )
+    load_mode: LoadMode = option(default="auto", check=choice(*LOAD_MODES))
     use_mmap: bool | None = option(default=None, check=optional(boolean))
     use_mlock: bool | None = option(default=None, check=optional(boolean))
     vocab_only: bool = option(default=False, check=boolean)
@@ -290,7 +128,7 @@ class ContextOptions:
     when None; `resolved()` fills them in.
     """
 
-    n_ctx: int | None = option(default=2048, check=optional(integer(1, 2**31 - 1)))
+    n_ctx: int | None = option(default=2048, check=optional(integer(1, INT32_MAX)))
     n_batch: int = option(default=512, check=integer(1, 2**20))
     n_ubatch: int | None = option(default=None, check=optional(integer(1, 2**20)))
     n_seq_max: int = option(default=1, check=integer(1, 128))
@@ -301,9 +139,7 @@ class ContextOptions:
     type_v: KvType = option(default="f16", check=choice(*KV_TYPES))
     kv_unified: bool = option(default=True, check=boolean)
     embeddings: bool = option(default=False, check=boolean)
-    pooling: Literal["none", "mean", "cls", "last", "rank"] | None = option(
-        default=None, check=optional(choice("none", "mean", "cls", "last", "rank"))
-    )
+    pooling: Pooling | None = option(default=None, check=optional(choice(*get_args(Pooling))))
     prefill_chunk_size: int | float | None = option(
         default=None, check=lambda v: v if v == math.inf else optional(integer(1))(v)
     )
@@ -332,12 +168,13 @@ class GenerationOptions:
     """What one request may say about its generation. None: the model's own value, else the default.
 
     Sampling defaults are the GGUF's `general.sampling.*` where present, else temperature 0.8,
-    top_k 40, top_p 0.95, min_p 0.05, repetition_penalty 1.0. `seed=None` draws one.
+    top_k 40, top_p 0.95, min_p 0.05, repetition_penalty 1.0. `seed=None` draws one. Temperatures
+    below 1e-6 are greedy, as 0 is.
     """
 
     max_tokens: int = option(default=64, check=integer(1))
     temperature: float | None = option(default=None, check=optional(number(0)))
-    top_k: int | None = option(default=None, check=optional(integer(0)))
+    top_k: int | None = option(default=None, check=optional(integer(0, INT32_MAX)))
     top_p: float | None = option(default=None, check=optional(number(0, 1)))
     min_p: float | None = option(default=None, check=optional(number(0, 1)))
     repetition_penalty: float | None = option(default=None, check=optional(number(0, above_low=True)))

@@ -1,7 +1,8 @@
-"""What a request gives back: stream events, the completion, its statistics."""
+"""What a request gives back (stream events, the completion, its statistics), and kinds of memory."""
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,6 +18,25 @@ MissReason = Literal[
     "below_gate",  # nothing is kept, and the prompt is too short to be
     "nothing_stored",  # nothing that begins like the prompt is kept
 ]
+
+
+class MemoryKind(enum.Enum):
+    """How a model remembers, and with it what may be cut, copied and saved.
+
+    DENSE: every position in cells; any range may be cut and copied.
+    WINDOW: some layers keep a sliding window; a cut may silently lack cells (`llama.Memory.can_cut`).
+    RECURRENT: one state per sequence; nothing but the whole can be removed or copied.
+    HYBRID: cells plus a state.
+    WHOLE: cells that cannot be cut; only whole states, never a ranged copy.
+    NONE: no memory (embedding models).
+    """
+
+    DENSE = "dense"
+    WINDOW = "window"
+    RECURRENT = "recurrent"
+    HYBRID = "hybrid"
+    WHOLE = "whole"
+    NONE = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

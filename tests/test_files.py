@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from erllama import files
 from erllama.errors import InvalidConfig
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.parametrize(
@@ -34,13 +32,41 @@ def test_freebsd_code_means_something_else_elsewhere() -> None:
     assert files.error_name(97, "linux") != "eintegrity"
 
 
-@pytest.mark.parametrize("path", ["", "a\0b"])
-def test_impossible_paths(path: str) -> None:
-    """B19: empty paths and NUL bytes are refused before the system sees them."""
+@pytest.mark.parametrize("path", ["", "a\0b", b"", b"a\0b", "a\ud800.gguf", 7, None])
+def test_impossible_paths(path: Any) -> None:
+    """B19: what cannot be a path is refused before the system sees it."""
     with pytest.raises(InvalidConfig):
         files.checked_path(path)
     with pytest.raises(InvalidConfig):
         files.fsync_dir(path)
+
+
+def test_paths_are_text() -> None:
+    """Bytes and path objects become text, undecodable bytes too."""
+    assert files.checked_path("a") == files.checked_path(b"a") == files.checked_path(Path("a")) == "a"
+    assert os.fsencode(files.checked_path(b"\xff.gguf")) == b"\xff.gguf"
+
+
+@pytest.mark.parametrize(
+    ("platform", "environment", "expected"),
+    [
+        ("linux", {"ERLLAMA_CACHE_DIR": "/c", "XDG_CACHE_HOME": "/x"}, "/c"),
+        ("linux", {"ERLLAMA_CACHE_DIR": "~/c"}, "/home/u/c"),
+        ("linux", {"XDG_CACHE_HOME": "/x"}, "/x/erllama"),
+        ("linux", {"ERLLAMA_CACHE_DIR": "", "XDG_CACHE_HOME": ""}, "/home/u/.cache/erllama"),
+        ("darwin", {"XDG_CACHE_HOME": "/x"}, "/home/u/Library/Caches/erllama"),
+    ],
+)
+def test_cache_dir(
+    monkeypatch: pytest.MonkeyPatch, platform: str, environment: dict[str, str], expected: str
+) -> None:
+    """`ERLLAMA_CACHE_DIR` wins, then the platform's place; an empty variable is none."""
+    for name in ("ERLLAMA_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"HOME": "/home/u", **environment}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(files.sys, "platform", platform)
+    assert files.cache_dir() == Path(expected)
 
 
 def test_fsync_dir_syncs_that_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

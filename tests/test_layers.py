@@ -30,8 +30,11 @@ ALLOWED: dict[str, set[str]] = {
 BASE: dict[str, set[str]] = {
     "errors": set(),
     "types": set(),
+    "child": set(),
     "files": {"errors"},
-    "options": {"errors"},
+    "checks": {"errors"},
+    "machine": set(),
+    "options": {"checks", "errors", "machine"},
     "backend": {"errors", "types"},
 }
 

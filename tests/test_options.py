@@ -29,9 +29,9 @@ NAN, INF, HUGE = math.nan, math.inf, 10**400
 
 # class, field, accepted values (the borders among them), refused values (just beyond them among them)
 FIELDS = [
-    (ModelOptions, "n_gpu_layers", [-1, 0, 99], [-2, 1.0, "0", None, True]),
+    (ModelOptions, "n_gpu_layers", [-1, 0, 99, 2**31 - 1], [-2, 2**31, 1.0, "0", None, True]),
     (ModelOptions, "split_mode", ["none", "layer", "row"], ["tensor", None, 1]),
-    (ModelOptions, "main_gpu", [0, 7], [-1, None]),
+    (ModelOptions, "main_gpu", [0, 7, 2**31 - 1], [-1, 2**31, None]),
     (
         ModelOptions,
         "tensor_split",
@@ -59,7 +59,7 @@ FIELDS = [
     (ContextOptions, "decode_budget_s", [None, 0, 0.001, 30], [-0.001, INF, NAN, "30"]),
     (GenerationOptions, "max_tokens", [1, 10**9, np.int32(5)], [0, -1, None, 1.0, True, INF]),
     (GenerationOptions, "temperature", [None, 0, 0.8, 5], [-0.1, INF, NAN, HUGE, -HUGE, "hot", True]),
-    (GenerationOptions, "top_k", [None, 0, 40], [-1, 1.5, True]),
+    (GenerationOptions, "top_k", [None, 0, 40, 2**31 - 1], [-1, 2**31, 2**40, 1.5, True]),
     (GenerationOptions, "top_p", [None, 0, 1, 0.95], [-0.01, 1.01, NAN]),
     (GenerationOptions, "min_p", [None, 0, 1], [-0.01, 1.01]),
     (GenerationOptions, "repetition_penalty", [None, 0.01, 1, 2], [0, -1, INF]),

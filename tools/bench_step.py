@@ -83,8 +83,7 @@ class Bare:
             temperature=0.0, top_k=40, top_p=0.95, min_p=0.05, repetition_penalty=1.0, seed=1,
             logit_bias=tuple(sorted(banned.items())),
         )  # fmt: skip
-        n_vocab = self.model.facts.n_vocab
-        chains = [llama.SamplerChain(self.model.vocab, n_vocab, params) for _ in prompts]
+        chains = [llama.SamplerChain(self.model.vocab, params) for _ in prompts]
         generated: list[list[int]] = [[] for _ in prompts]
         last = [prompt[-1] for prompt in prompts]
         pos = [len(prompt) - 1 for prompt in prompts]

@@ -23,7 +23,7 @@ import trio
 
 from erllama.backend import Backend, BackendFacts, Row, Sampled, Step, StepResult, StepStatus
 from erllama.errors import (
-    ContextOverflow,
+    DecodeAborted,
     DecodeFailed,
     DecodeTimeout,
     EngineError,
@@ -61,6 +61,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("erllama.engine")
 SAVE_PATIENCE_S = 1.0  # how long others stand still so that what a resident holds can be saved
 
+UNASKED_ABORTS = 3  # in a row; then the context is rebuilt
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorStatistics:
@@ -70,6 +72,7 @@ class ActorStatistics:
     n_prefill_tokens: int
     n_decode_rows: int
     n_preempted: int
+    n_parked: int
     n_refused_steps: int
     n_aborted_steps: int
     n_rebuilt: int
@@ -117,6 +120,8 @@ class Actor:
         self._in_flight: list[Sequence] = []
         self._aborting = False
         self._following: set[Sequence] = set()  # they wait for an older one that computes the same prompt
+        self._unasked_aborts = 0
+        self._no_room_alone: Sequence | None = None  # who starts over because memory refused it
         self._squeeze: int | None = None  # a smaller prefill chunk after a refused step
         self._stalled_since: float | None = None  # nobody goes on until residents are saved, and leave
         self._wakeup = trio.Event()
@@ -127,6 +132,7 @@ class Actor:
                 "prefill_tokens",
                 "decode_rows",
                 "preempted",
+                "parked",
                 "refused_steps",
                 "aborted_steps",
                 "rebuilt",
@@ -153,14 +159,20 @@ class Actor:
         session_id = seq.options.session_id
         if session_id is not None and self._of_session(session_id):
             raise StickyBusy(f"session {session_id!r} already has a request in flight; wait for its end")
-        if seq.options.on_full == "error" and (self._lanes.waiting or not self._lanes.can_admit(seq)):
+        if seq.options.on_full == "error" and not self._lanes.can_admit_behind(seq):
             raise SeqCapacity(f"all {self._lanes.n_slots} sequences of {self.model_id!r} are busy")
         self._lanes.waiting.append(seq)
         self.wake()
 
     def cancel(self, seq: Sequence) -> None:
-        """End a request at the next step's border, sooner if it is alone in the running step. Idempotent."""
+        """End a request: at once if it waits, else at the running step's border, sooner if alone in it.
+
+        Idempotent.
+        """
         seq.cancelled = True
+        if seq in self._lanes.idle():
+            self._lanes.withdraw(seq)
+            seq.finish("cancelled", trio.current_time())
         self.wake()
         if not self._aborting and self._in_flight and all(s.cancelled for s in self._in_flight):
             self._aborting = True
@@ -225,6 +237,11 @@ class Actor:
             n_available=self._lanes.n_available - self._lanes.n_pinned,
             n_pinned_idle=self._lanes.n_pinned_idle,
         )
+
+    @property
+    def n_requests(self) -> int:
+        """How many run or wait."""
+        return len(self._lanes.running) + len(self._lanes.waiting) + len(self._lanes.parked)
 
     def sequences(self) -> list[Sequence]:
         """Everything that runs or waits, in order of arrival."""
@@ -294,7 +311,7 @@ class Actor:
         while True:
             if (admitted := self._lanes.admit_next(now)) is not None:
                 self._start_restore(admitted)
-            elif not self._lanes.park_lagging(now):
+            elif not self._park(now):
                 break
         self._following = self._lanes.share_running(now)
         self._make_room(now)
@@ -307,7 +324,7 @@ class Actor:
     async def _wait(self, now: float) -> None:
         """Until something changes, or it is time to park somebody or to give up on a save."""
         patience = math.inf if self._stalled_since is None else self._stalled_since + SAVE_PATIENCE_S - now
-        with trio.move_on_after(max(0.0, min(patience, self._lanes.park_in_s(now)))):
+        with trio.move_on_after(max(0.0, min(patience, self._lanes.park_in_s(now, self._pace)))):
             await self._wakeup.wait()
 
     def _start_restore(self, seq: Sequence) -> None:
@@ -354,6 +371,14 @@ class Actor:
             self._save(seq)
             resident = Resident.of(seq, trio.current_time(), pinned=seq.pins)
         self._lanes.release(seq.finish(reason, trio.current_time()), resident)
+
+    def _park(self, now: float) -> bool:
+        seq = self._lanes.park_lagging(now, self._pace)
+        if seq is None:
+            return False
+        self._n["parked"] += 1
+        log.info("%s: parked %s, its reader lags and others wait", self.model_id, seq.request)
+        return True
 
     def _sweep(self) -> None:
         for seq in [s for s in self._lanes.running.values() if s.cancelled]:
@@ -443,6 +468,7 @@ class Actor:
                 self._n["prefill_tokens"] += n_prefill
                 self._pace.observe(n_decode, n_prefill, result.compute_s)
                 self._squeeze = self._stalled_since = None
+                self._unasked_aborts = 0
                 self._apply(shares, result)
             case StepStatus.NO_ROOM:
                 self._n["refused_steps"] += 1
@@ -450,7 +476,13 @@ class Actor:
                     await self._wait(trio.current_time())
             case StepStatus.ABORTED:
                 self._n["aborted_steps"] += 1
-                await self._repair(shares)
+                self._unasked_aborts = 0 if self._aborting else self._unasked_aborts + 1
+                if self._unasked_aborts >= UNASKED_ABORTS:
+                    await self._rebuild(
+                        DecodeAborted(f"{self.model_id!r} aborts steps that nobody cancelled")
+                    )
+                else:
+                    await self._repair(shares)
             case StepStatus.TIMEOUT:
                 await self._rebuild(
                     DecodeTimeout(f"a step of {step.n_tokens} tokens took longer than {step.budget_s:.3g} s")
@@ -478,7 +510,9 @@ class Actor:
                 self._lanes.release(seq.fail(sampled))
                 continue
             self._accept(seq, sampled, now)
-            seq.check()
+        for seq in self._lanes.running.values():
+            if not seq.cancelled:  # a cancelled one did not take its token
+                seq.check()
 
     def _accept(self, seq: Sequence, sampled: Sampled, now: float) -> None:
         is_eog: Callable[[int], bool] = getattr(self._backend, "is_eog", lambda _: False)
@@ -501,16 +535,30 @@ class Actor:
         if largest.n > PIECE:
             self._squeeze = max(PIECE, largest.n // 2 // PIECE * PIECE)
         elif not self._preempt():
-            seq = self._lanes.running[largest.slot]
-            if seq.n_generated:
-                self._finish(seq, "length")
-            else:
-                error = ContextOverflow(
-                    f"the model has no room for a prompt of {seq.n_prompt} tokens",
-                    detail={"n_prompt": seq.n_prompt, "n_ctx": self.facts.n_ctx},
-                )
-                self._lanes.release(seq.fail(error))
+            self._no_room_for_one(self._lanes.running[largest.slot])
         return True
+
+    def _no_room_for_one(self, seq: Sequence) -> None:
+        """Memory refuses a lone sequence that fits by every count: compute it once more from nothing.
+
+        Refused again, what was generated is the answer; without any, it is our error, not the caller's.
+        """
+        log.warning("%s: memory has no room for %s alone", self.model_id, seq)
+        if self._no_room_alone is not seq:
+            self._no_room_alone = seq
+            self._lanes.release(seq.preempt())
+            self._lanes.requeue(seq)
+            return
+        self._no_room_alone = None
+        if seq.n_generated:
+            self._finish(seq, "length")
+            return
+        error = EngineError(
+            f"the model has no room for {seq.n_tokens} tokens in an empty context of {self.facts.n_ctx}",
+            reason="no_room",
+            detail={"n_tokens": seq.n_tokens, "n_ctx": self.facts.n_ctx},
+        )
+        self._lanes.release(seq.fail(error))
 
     async def _repair(self, shares: list[Share]) -> None:
         """Set every surviving sequence of an aborted step to what its memory really holds."""
@@ -536,7 +584,10 @@ class Actor:
         for seq in stepping:
             self._start_over(seq)
         for slot, seq in list(self._lanes.running.items()):
-            seq.fail(error)
+            if seq.cancelled:
+                seq.finish("cancelled", trio.current_time())
+            else:
+                seq.fail(error)
             self._lanes.release(slot)
         if getattr(self._backend, "rebuild", None) is None:
             raise error

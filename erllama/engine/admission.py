@@ -10,7 +10,7 @@ needs the room, and whoever comes with the same beginning shares it: with reside
 that still run. A session's next turn takes its pinned resident over, slot and all (see `sessions`). When room
 runs out, residents go first, the longest unused one before others and pins last; then the youngest running
 sequence gives up its slot and waits again: it is saved and leaves a resident like everybody else, which goes
-when the save is done. A sequence whose reader lags for seconds is parked when somebody waits for its place,
+when the save is done. A sequence whose reader lags for long is parked when somebody waits for its place,
 and queued again when it has been read.
 """
 
@@ -37,9 +37,11 @@ if TYPE_CHECKING:
 
     from erllama.backend import BackendFacts
 
+    from .pace import Pace
     from .sequence import Sequence
 
-LAG_PATIENCE_S = 2.0  # a reader that lags for longer gives its place to who waits
+ASLEEP_S = 2.0  # a reader with a full buffer that reads nothing for so long gives its place to who waits
+SLOW_S = 30.0  # one that reads, but never gets its buffer half empty, after so long
 DECODE_RESERVE = 32  # cells kept for each running sequence to grow into
 
 
@@ -108,6 +110,15 @@ class Lanes:
         growth = sum(_need(s) - s.n_kv for s in self.running.values())
         lacking = held + growth + _need(seq) - self._n_cells
         return lacking <= 0 or lacking <= max(self._n_shared(seq, s) for s in self.running.values())
+
+    def can_admit_behind(self, seq: Sequence) -> bool:
+        """Whether `seq` could run now, together with everybody who waits before it."""
+        if len(self.waiting) >= self.n_available or self._crowded:
+            return False
+        if self._n_cells is None or not (self.running or self.waiting):
+            return True
+        known = (*self.running.values(), *self.waiting, seq)
+        return sum(map(_need, known)) <= self._n_cells
 
     def admit_next(self, now: float) -> Sequence | None:
         """Give the head of the queue a slot if it fits; first come, first served.
@@ -395,31 +406,45 @@ class Lanes:
         """Wait again, before everybody who came later."""
         self.waiting = deque(sorted([*self.waiting, seq], key=lambda s: s.arrival))
 
-    def park_lagging(self, now: float) -> bool:
-        """If the head of the queue waits for a place, take it from the reader that has lagged longest."""
-        if self.park_in_s(now) > 0:
-            return False
-        seq = self._longest_lagging()
-        assert seq is not None
+    def park_lagging(self, now: float, pace: Pace) -> Sequence | None:
+        """If the head of the queue waits for a place, take it from a reader that has lagged too long."""
+        found = self._next_to_park(now, pace)
+        if found is None or found[0] > 0:
+            return None
+        seq = found[1]
         self._set_aside(seq, now)
         self.parked.append(seq)
-        return True
+        return seq
 
-    def park_in_s(self, now: float) -> float:
+    def park_in_s(self, now: float, pace: Pace) -> float:
         """Seconds until `park_lagging` has something to do, if nothing else happens."""
-        seq = self._longest_lagging()
-        return math.inf if seq is None else LAG_PATIENCE_S - (now - _lagging_since(seq))
+        found = self._next_to_park(now, pace)
+        return math.inf if found is None else found[0]
 
-    def _longest_lagging(self) -> Sequence | None:
-        """The running sequence to park, if anybody waits for its place."""
+    def _next_to_park(self, now: float, pace: Pace) -> tuple[float, Sequence] | None:
+        """Who is parked next, and in how many seconds; None if nobody waits for a place or nobody lags.
+
+        Parking costs computing everything again, so patience grows with what that takes; a reader that
+        reads at all gets much more of it than one that sleeps.
+        """
         if not self.waiting or self.can_admit(self.waiting[0]):
             return None
-        lagging = [s for s in self.running.values() if s.buffer.lagging_since is not None]
-        return min(lagging, key=_lagging_since, default=None)
+        left: list[tuple[float, int, Sequence]] = []
+        for seq in self.running.values():
+            lag = seq.buffer.lag(now)
+            if lag is not None:
+                again_s = pace.predict_s(0, seq.n_tokens)
+                asleep = max(ASLEEP_S, 2 * again_s) - lag.asleep_s
+                slow = max(SLOW_S, 10 * again_s) - lag.lagging_s
+                left.append((min(asleep, slow), seq.arrival, seq))
+        if not left:
+            return None
+        in_s, _, seq = min(left)
+        return in_s, seq
 
     def unpark(self) -> None:
         """Queue parked sequences whose readers caught up, before everybody who came later."""
-        for seq in [s for s in self.parked if s.buffer.lagging_since is None]:
+        for seq in [s for s in self.parked if not s.buffer.is_lagging]:
             self.parked.remove(seq)
             self.requeue(seq)
 
@@ -447,8 +472,3 @@ def _leads(leader: Sequence, seq: Sequence) -> bool:
 
 def _need(seq: Sequence) -> int:
     return seq.n_tokens + min(DECODE_RESERVE, max(seq.n_left, 0))
-
-
-def _lagging_since(seq: Sequence) -> float:
-    assert seq.buffer.lagging_since is not None
-    return seq.buffer.lagging_since

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import outcome
 import trio
 
-from erllama.errors import NotSupported
+from erllama.errors import InvalidOption, NotSupported
 
 from .actor import Actor
 from .bare import bare_errors
@@ -48,6 +48,7 @@ class Handle:
         self.loaded_at = time.monotonic()
         self.actor = Actor(model_id, backend, facts, options, runner, cache)
         self.closed = trio.Event()
+        self.stopping = False  # no new requests, no reads
         self._runner = runner
         self._flush_s = flush_s
         self._scope = trio.CancelScope()
@@ -81,6 +82,12 @@ class Handle:
                     result = await outcome.acapture(runner.run, backend.open, on_cancel=cancel_open)
                     nursery.cancel_scope.cancel()
             facts: BackendFacts = result.unwrap()
+            if facts.n_batch < facts.n_slots:
+                raise InvalidOption(
+                    f"n_batch={facts.n_batch} is less than n_seq_max={facts.n_slots}: "
+                    f"a step could not give every sequence its row",
+                    detail={"key": "n_batch", "value": facts.n_batch},
+                )
             if on_progress is not None:
                 on_progress(1.0)
         except BaseException:
@@ -100,6 +107,7 @@ class Handle:
                 async with trio.open_nursery() as nursery:
                     await self.actor.run(nursery)
         finally:
+            self.stopping = True
             try:
                 with trio.move_on_after(self._flush_s, shield=True):
                     await self.actor.flush()
@@ -111,6 +119,7 @@ class Handle:
 
     def stop(self) -> None:
         """End the actor; `closed` is set once everything is freed."""
+        self.stopping = True
         self._scope.cancel()
 
     def optional(self, name: str) -> Callable[..., Any]:

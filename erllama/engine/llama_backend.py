@@ -8,20 +8,23 @@ user's options (output rows, the scratch sequence, cells of separate streams) ar
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 
 from erllama import llama
 from erllama.backend import BackendFacts, MemoryKind, Sampled, StepResult, StepStatus
-from erllama.errors import ErllamaError, NotSupported
+from erllama.errors import ErllamaError, HandleClosed, LoadCancelled, NotSupported
 from erllama.kvcache.key import control_piece
 from erllama.llama.variant import cache_dir
 from erllama.types import TokenLogprob
 
 from .fingerprint import file_sha256, model_files, shape_hash
+from .governor import ThreadGovernor
 from .permit import PROCESS_PERMIT
 from .sampling import DEFAULTS
 
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 
     from erllama.backend import SamplingParams, Step
     from erllama.options import ContextOptions, ModelOptions
+
+log = logging.getLogger("erllama.engine")
 
 N_SCRATCH = 1  # one sequence more than users see, where ranges can be copied: for saving and restoring
 
@@ -49,7 +54,10 @@ class LlamaSampler:
 class LlamaBackend:
     """One GGUF file, loaded. See `erllama.backend` for threads and for what each method promises."""
 
-    def __init__(self, path: str, model: ModelOptions, context: ContextOptions) -> None:
+    def __init__(
+        self, path: str, model: ModelOptions, context: ContextOptions, *, adapt_threads: bool = False
+    ) -> None:
+        """`context` is resolved. `adapt_threads`: use fewer threads while other programs want the cores."""
         self._path = path
         self._model_options = model
         self._options = context
@@ -58,6 +66,9 @@ class LlamaBackend:
         self._context: llama.Context | None = None
         self._batch: llama.Batch | None = None
         self._longest_piece: int | None = None
+        self._permit = PROCESS_PERMIT.ticket()
+        self._adapt_threads = adapt_threads
+        self._governor: ThreadGovernor | None = None
 
     def __repr__(self) -> str:
         return f"<LlamaBackend {self._path!r}{'' if self._context else ' closed'}>"
@@ -71,6 +82,7 @@ class LlamaBackend:
     def cancel_open(self) -> None:
         """Make a running `open` give up."""
         self._progress.cancel()
+        self._permit.give_up()
 
     def open(self) -> BackendFacts:
         """Load the weights and make the context.
@@ -78,14 +90,16 @@ class LlamaBackend:
         Raises: `MalformedGguf`, `NotSupported` (architectures that cannot generate), `LoadFailed`,
         `ModelWouldOom`, `NativeLibraryError`.
         """
+        if self._options.embeddings or self._options.pooling is not None:
+            raise NotSupported("embeddings and pooling: erllama cannot embed yet; leave them out to generate")
         self._model = model = llama.Model.open(self._path, self._model_options, progress=self._progress)
         self._params = _native_params(self._options, model.facts)
         self._context = context = self._open_context(model)
         self._batch = llama.Batch(context.n_batch, self._params.n_seq_max)
-        self._kind = MemoryKind(context.memory_kind.value)
+        self._kind = context.memory_kind
         if self._kind is MemoryKind.NONE:
             raise NotSupported(f"{self._path}: this model only embeds, it cannot generate")
-        n_slots = self._options.n_seq_max
+        n_slots, use = self._options.n_seq_max, context.memory_bytes
         per_request = min(self._options.n_ctx or model.facts.n_ctx_train, context.n_ctx_seq)
         return BackendFacts(
             n_ctx=per_request,
@@ -97,6 +111,8 @@ class LlamaBackend:
             streams_separate=not self._options.kv_unified,
             shape_hash=self._shape_hash(),
             ranges=self._kind is MemoryKind.DENSE and self._options.kv_unified,
+            quant_tag=model.facts.ftype,
+            memory_bytes=model.facts.size_bytes + use.kv_bytes + use.compute_bytes,
             sampling_defaults=_sampling_defaults(model.facts.sampling),
             details=self._details(),
         )
@@ -149,15 +165,21 @@ class LlamaBackend:
         self._context = self._open_context(self._live_model())
 
     def _open_context(self, model: llama.Model) -> llama.Context:
-        with PROCESS_PERMIT.held(self._params.n_threads):  # opening decodes two tokens
+        if self._adapt_threads and self._params.n_threads > 1:
+            self._governor = ThreadGovernor(self._params.n_threads, time.monotonic(), _idle_s)
+        with self._permit.held(self._params.n_threads) as granted:  # opening decodes two tokens
+            if not granted:
+                raise LoadCancelled(f"{self._path}: given up while another model was computing")
             return llama.Context.open(model, self._params)
 
     def _live_model(self) -> llama.Model:
-        assert self._model is not None
+        if self._model is None:
+            raise HandleClosed(f"{self._path} is closed")
         return self._model
 
     def _live_context(self) -> llama.Context:
-        assert self._context is not None
+        if self._context is None:
+            raise HandleClosed(f"the context of {self._path} is closed")
         return self._context
 
     # --- steps ---
@@ -171,11 +193,14 @@ class LlamaBackend:
             batch.add(row.slot, row.tokens, row.pos, output="none" if row.sampler is None else "last")
             for row in step.rows
         ]
-        with PROCESS_PERMIT.held(self._params.n_threads):
+        with self._permit.held(self._n_threads(step), at_most_s=step.budget_s) as granted:
+            if not granted:
+                return StepResult(status=StepStatus.ABORTED)
             context.abort.arm(step.budget_s)
-            began = time.perf_counter()
+            began, cpu_began = time.perf_counter(), time.process_time()
             rc = context.decode(batch)
             computed = time.perf_counter()
+            self._govern(context, computed - began, time.process_time() - cpu_began)
         if rc != 0:
             return StepResult(status=_status(rc, context.abort.cause), rc=rc, compute_s=computed - began)
         sampled = tuple(
@@ -188,6 +213,22 @@ class LlamaBackend:
             compute_s=computed - began,
             sample_s=time.perf_counter() - computed,
         )
+
+    def _govern(self, context: llama.Context, wall_s: float, cpu_s: float) -> None:
+        if self._governor is None:
+            return
+        before = self._governor.n
+        after = self._governor.observe(wall_s, cpu_s, time.monotonic())
+        if after != before:
+            context.set_threads(after, after)
+            log.info("%s: computing with %d threads now, was %d", self._path, after, before)
+
+    def _n_threads(self, step: Step) -> int:
+        """Threads that llama.cpp computes this step with: those for single rows, or for batches."""
+        if self._governor is not None:
+            return self._governor.n
+        single, many = self._params.n_threads, self._params.n_threads_batch
+        return single if step.n_tokens == 1 or many is None else many
 
     def _sample(self, sampler: Any, output: int) -> Sampled | ErllamaError:
         assert isinstance(sampler, LlamaSampler)
@@ -202,12 +243,14 @@ class LlamaBackend:
 
     def abort(self) -> None:
         """Raise the flag that ggml's abort callback reads. Any thread."""
+        self._permit.give_up()
         context = self._context
         if context is not None:
             context.abort.raise_flag()
 
     def clear_abort(self) -> None:
         """Lower the flag. Any thread."""
+        self._permit.renew()
         context = self._context
         if context is not None:
             context.abort.clear()
@@ -292,7 +335,7 @@ class LlamaBackend:
             grammar=params.grammar,
             grammar_first=params.grammar_first,
         )
-        return LlamaSampler(llama.SamplerChain(model.vocab, model.facts.n_vocab, native), params.logprobs)
+        return LlamaSampler(llama.SamplerChain(model.vocab, native), params.logprobs)
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Text to token ids."""
@@ -323,6 +366,12 @@ class LlamaBackend:
     def is_eog(self, token: int) -> bool:
         """Whether the token ends a generation."""
         return self._live_model().vocab.is_eog(token)
+
+
+def _idle_s() -> float:
+    """Seconds that this machine's cores have been idle, summed."""
+    idle: float = psutil.cpu_times().idle
+    return idle
 
 
 def _sampling_defaults(sampling: llama.SamplingFacts) -> dict[str, float]:

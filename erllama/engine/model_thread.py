@@ -6,6 +6,7 @@ that changed hands is clean by the time anybody computes in it, exports it or re
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import trio
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from .runner import Runner
 
 T = TypeVar("T")
+log = logging.getLogger("erllama.engine")
 
 
 class ModelThread:
@@ -104,5 +106,9 @@ class ModelThread:
     def abort(self) -> None:
         """Make the running step end early. Any thread; no effect where the backend cannot."""
         abort: Callable[[], None] | None = getattr(self._backend, "abort", None)
-        if abort is not None:
+        if abort is None:
+            return
+        try:
             abort()
+        except Exception:  # a backend's bug here must not come out of somebody's cancel
+            log.exception("%r could not be told to abort", self._backend)

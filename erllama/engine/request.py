@@ -57,7 +57,10 @@ class EventStream:
         """The next event. Cancellation: loses nothing; leaving the stream's block ends the request."""
         if self._done:
             raise StopAsyncIteration
-        event = await self._buffer.receive()
+        try:
+            event = await self._buffer.receive()
+        except trio.EndOfChannel:
+            raise StopAsyncIteration from None
         self._done = isinstance(event, Done)
         return event
 
@@ -108,6 +111,7 @@ async def open_stream(
     try:
         yield EventStream(seq, buffer, handle.actor.cancel)
     finally:
+        buffer.close()
         handle.actor.cancel(seq)
 
 

@@ -8,8 +8,9 @@ is half empty.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
@@ -19,6 +20,13 @@ if TYPE_CHECKING:
     from erllama.types import Event
 
 EVENTS_PER_STEP = 4  # TokenId, Token, the held-back Token at the end, Done
+
+
+class Lag(NamedTuple):
+    """Seconds since the buffer was full, and since anything was read from it."""
+
+    lagging_s: float
+    asleep_s: float
 
 
 class EventBuffer:
@@ -31,7 +39,8 @@ class EventBuffer:
         self._wakeup = trio.lowlevel.ParkingLot()
         self._ended = False
         self._error: BaseException | None = None
-        self.lagging_since: float | None = None  # trio's clock
+        self._lagging_since: float | None = None  # trio's clock
+        self._last_read = 0.0
 
     def __repr__(self) -> str:
         return f"<EventBuffer {len(self._events)}/{self._capacity}{' ended' if self._ended else ''}>"
@@ -44,13 +53,24 @@ class EventBuffer:
         """Whether whatever one step may deliver still fits."""
         return len(self._events) + EVENTS_PER_STEP <= self._capacity
 
+    @property
+    def is_lagging(self) -> bool:
+        """Whether it was full and is not half empty yet."""
+        return self._lagging_since is not None
+
+    def lag(self, now: float) -> Lag | None:
+        """How its reader lags; None if it does not."""
+        if self._lagging_since is None:
+            return None
+        return Lag(now - self._lagging_since, now - self._last_read)
+
     def put_nowait(self, *events: Event) -> None:
         """Deliver, unless the stream has ended; whoever planned the step has checked `has_room`."""
         if self._ended:
             return
         self._events.extend(events)
-        if self.lagging_since is None and not self.has_room:
-            self.lagging_since = trio.current_time()
+        if self._lagging_since is None and not self.has_room:
+            self._lagging_since = self._last_read = trio.current_time()
         self._wakeup.unpark_all()
 
     def end(self, error: BaseException | None = None) -> None:
@@ -58,6 +78,12 @@ class EventBuffer:
         if not self._ended:
             self._ended, self._error = True, error
             self._wakeup.unpark_all()
+
+    def close(self) -> None:
+        """The reader has left: nothing more is delivered, not even what was."""
+        self._events.clear()
+        self._ended, self._error = True, None
+        self._wakeup.unpark_all()
 
     async def receive(self) -> Event:
         """The next event. Raises the error the stream ended with, or `trio.EndOfChannel`.
@@ -68,14 +94,15 @@ class EventBuffer:
         while not self._events:
             if self._ended:
                 if self._error is not None:
-                    raise self._error
+                    raise copy.copy(self._error)
                 raise trio.EndOfChannel
             await self._wakeup.park()
-        before = self.has_room, self.lagging_since
+        before = self.has_room, self._lagging_since
         event = self._events.popleft()
+        self._last_read = trio.current_time()
         if len(self._events) <= self._capacity // 2:
-            self.lagging_since = None
-        if before != (self.has_room, self.lagging_since):
+            self._lagging_since = None
+        if before != (self.has_room, self._lagging_since):
             self._on_room()
         await trio.lowlevel.cancel_shielded_checkpoint()
         return event

@@ -2,7 +2,8 @@
 
 Lives here: everything that sees a cffi object, the declarations (`cdef/`), our C++ (`shim*`), and
 the checks of every precondition that llama.cpp would abort on. Knows nothing of trio or of requests.
-May be called by: engine, runtime, cli, tools. Calls: erllama.errors, erllama.options, erllama.files.
+May be called by: engine, runtime, cli, tools. Calls: erllama.errors, erllama.files,
+erllama.options, erllama.types.
 Importing it loads no native code; the first `Model.open` (or `ensure_backend`) does.
 """
 

@@ -101,13 +101,14 @@ class Device:
     total_bytes: int
 
 
-KINDS = {0: "cpu", 1: "gpu", 2: "igpu", 3: "accel"}  # ggml-backend.h: enum ggml_backend_dev_type
+KINDS = ("cpu", "gpu", "igpu", "accel")
 
 
 def devices() -> list[Device]:
     """The devices ggml found, with their memory at this moment."""
     lib = ensure_backend()
     found = []
+    kinds = {lib.constant("GGML_BACKEND_DEVICE_TYPE", kind): kind for kind in KINDS}
     for i in range(lib.ggml_backend_dev_count()):
         dev = lib.ggml_backend_dev_get(i)
         free, total = lib.ffi.new("size_t *"), lib.ffi.new("size_t *")
@@ -116,7 +117,7 @@ def devices() -> list[Device]:
             Device(
                 name=lib.ffi.string(lib.ggml_backend_dev_name(dev)).decode("utf-8", "replace"),
                 description=lib.ffi.string(lib.ggml_backend_dev_description(dev)).decode("utf-8", "replace"),
-                kind=KINDS.get(lib.ggml_backend_dev_type(dev), "other"),
+                kind=kinds.get(lib.ggml_backend_dev_type(dev), "other"),
                 free_bytes=free[0],
                 total_bytes=total[0],
             )

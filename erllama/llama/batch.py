@@ -10,11 +10,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from erllama.errors import BatchOverflow, InvalidBatch
+from erllama.errors import BatchOverflow, InvalidBatch, InvalidContent
 
 from .ffi import Library, library
-from .vocab import TokenIds, as_pointer
+from .vocab import TokenIds, as_integers, as_pointer
 
+INT32 = np.iinfo(np.int32)
 Output = Literal["none", "last", "all"]
 
 
@@ -58,7 +59,8 @@ class Batch:
         Returns: the index to ask `logits()` and samplers for: of the last row with output "none" or
         "last", of the first row with "all" (row k is then at index + k).
         Raises: `BatchOverflow` if the rows do not fit, `InvalidBatch` for a sequence id beyond
-        `n_seq_max`. What the ids and positions mean is checked by `Context.decode`.
+        `n_seq_max`, and for ids and positions that are no integers of 32 bits. What they mean is
+        checked by `Context.decode`.
         """
         n = len(tokens)
         start, end = self.n_tokens, self.n_tokens + n
@@ -72,10 +74,9 @@ class Batch:
                 f"sequence {seq_id}: this batch was made for ids below {len(self._seq_table)}",
                 detail={"seq_id": seq_id, "n_seq_max": len(self._seq_table)},
             )
-        try:
-            self.tokens[start:end] = tokens
-        except (OverflowError, ValueError, TypeError) as error:
-            raise InvalidBatch(f"token ids are integers of 32 bits: {error}") from None
+        if not INT32.min <= pos < INT32.max - n + 1:  # one less: the next position is one too
+            raise InvalidBatch(f"position {pos} leaves no room for {n} rows", detail={"pos": pos})
+        self.tokens[start:end] = _int32(tokens)
         if n == 1:
             self.positions[start] = pos
         else:
@@ -87,3 +88,13 @@ class Batch:
         self.n_outputs += n if output == "all" else int(output == "last")
         self.n_tokens = self.native.n_tokens = end
         return start if output == "all" else end - 1
+
+
+def _int32(tokens: TokenIds) -> np.ndarray:
+    try:
+        ids = as_integers(tokens)
+    except InvalidContent as error:
+        raise InvalidBatch(str(error)) from None
+    if ids.dtype != np.int32 and (int(ids.min()) < INT32.min or int(ids.max()) > INT32.max):
+        raise InvalidBatch(f"token ids are integers of 32 bits: {ids.min()} to {ids.max()}")
+    return ids

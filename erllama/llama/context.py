@@ -16,7 +16,6 @@ import numpy.typing as npt
 from erllama.errors import (
     EngineError,
     InvalidBatch,
-    InvalidOption,
     LoadFailed,
     ModelWouldOom,
     NoLogits,
@@ -28,7 +27,7 @@ from .abort import Abort
 from .handle import Exclusive
 from .memory import Memory, MemoryKind
 from .model import MEMORY_FAULTS
-from .params import POOLING
+from .params import MAX_THREADS, check_range
 from .probe import find_memory_kind
 from .sizing import MemoryUse, check_fits, memory_use
 
@@ -55,6 +54,7 @@ FAULTS = {
     7: "row {row}: position {value} follows {limit} - 1 in the batch",
 }
 NON_CAUSAL_ROWS = "{value} rows, but a non-causal model takes at most n_ubatch = {limit}"
+EMBEDDED_ROWS = "{value} rows, but this embedding context keeps {limit}"
 
 
 class Context:
@@ -159,7 +159,12 @@ class Context:
         return self._compute(batch, self.lib.decode)
 
     def encode(self, batch: Batch) -> int:
-        """Run the rows without memory (embedding models); every row is an output. As `decode`."""
+        """Run the rows without memory (embedding models); every row is an output. As `decode`.
+
+        Raises: `NotSupported` for a model with memory: its graph reads what only a decode sets up.
+        """
+        if self._memory is not None:
+            raise NotSupported("this model has a memory: it decodes, and does not encode")
         return self._compute(batch, self.lib.encode)
 
     def _compute(self, batch: Batch, call: Any) -> int:
@@ -180,12 +185,10 @@ class Context:
             detail = {"fault": fault.code, "row": fault.row, "value": fault.value, "limit": fault.limit}
             raise InvalidBatch(FAULTS[fault.code].format(**detail), detail=detail)
         needs_all = self.params.embeddings or self._memory is None
-        n_max = self.n_outputs_max if needs_all else self.n_batch
-        if not self.is_causal or self._memory is None:
-            n_max = min(n_max, self.n_ubatch)
-        if batch.n_tokens > n_max:
-            detail = {"value": batch.n_tokens, "limit": n_max}
-            raise InvalidBatch(NON_CAUSAL_ROWS.format(**detail), detail=detail)
+        if needs_all and batch.n_tokens > self.n_outputs_max:
+            _refuse_rows(EMBEDDED_ROWS, batch.n_tokens, self.n_outputs_max)
+        if (not self.is_causal or self._memory is None) and batch.n_tokens > self.n_ubatch:
+            _refuse_rows(NON_CAUSAL_ROWS, batch.n_tokens, self.n_ubatch)
 
     def has_output(self, i: int) -> bool:
         """True if row `i` of the last decode has an output; -1 is the last output."""
@@ -193,29 +196,38 @@ class Context:
         return (0 <= i < len(rows) and rows[i] != 0) or (i == -1 and 1 in rows)
 
     def logits(self, i: int) -> npt.NDArray[np.float32]:
-        """Logits of row `i` of the last decode: (n_vocab,), read-only, valid until the next decode.
+        """Logits of row `i` of the last decode: (n_vocab,), a copy.
 
+        Not a view: llama.cpp frees the memory with the context, and when a later decode needs more.
         Raises: `NoLogits` if that row has none.
         """
         with self.handle as ptr:
-            self._need_output(i)
+            self.need_logits(i)
             return self._floats(self.lib.get_logits_ith(ptr, i), self.n_vocab)
 
     def embeddings(self, i: int) -> npt.NDArray[np.float32]:
-        """The embedding of row `i`: (n_embd_out,), read-only, valid until the next decode."""
+        """The embedding of row `i`: (n_embd_out,), a copy. Raises: `NoLogits`."""
         with self.handle as ptr:
             self._need_output(i)
             return self._floats(self.lib.get_embeddings_ith(ptr, i), self.model.facts.n_embd_out)
 
     def embeddings_seq(self, seq_id: int) -> npt.NDArray[np.float32]:
-        """The pooled embedding of a sequence of the last decode; with rank pooling its scores."""
+        """The pooled embedding of a sequence of the last decode, a copy; with rank pooling its scores.
+
+        Raises: `NoLogits`.
+        """
+        rank = self.lib.constant("LLAMA_POOLING_TYPE", "rank")
         with self.handle as ptr:
-            n = (
-                self._n_scores
-                if self.lib.pooling_type(ptr) == POOLING["rank"]
-                else self.model.facts.n_embd_out
-            )
+            if not 0 <= seq_id < self.n_seq_max:
+                raise NoLogits(f"sequence {seq_id} of {self.n_seq_max}", detail={"seq_id": seq_id})
+            n = self._n_scores if self.lib.pooling_type(ptr) == rank else self.model.facts.n_embd_out
             return self._floats(self.lib.get_embeddings_seq(ptr, seq_id), n)
+
+    def need_logits(self, i: int) -> None:
+        """Raises: `NoLogits` if row `i` of the last decode has no logits."""
+        if self._memory is None:
+            raise NoLogits("this model only makes embeddings")
+        self._need_output(i)
 
     def _need_output(self, i: int) -> None:
         if not self.has_output(i):
@@ -224,9 +236,7 @@ class Context:
     def _floats(self, ptr: Any, n: int) -> npt.NDArray[np.float32]:
         if ptr == self.lib.ffi.NULL:
             raise NoLogits("the last decode left no such output")
-        view = np.frombuffer(self.lib.ffi.buffer(ptr, n * 4), np.float32)
-        view.flags.writeable = False
-        return view
+        return np.frombuffer(self.lib.ffi.buffer(ptr, n * 4), np.float32).copy()
 
     def synchronize(self) -> None:
         """Wait until the last decode's results are there (GPU backends compute asynchronously)."""
@@ -235,10 +245,11 @@ class Context:
 
     def set_threads(self, n_threads: int, n_threads_batch: int | None = None) -> None:
         """Threads for single rows and for more; from the next decode on. Raises: `InvalidOption`."""
-        if n_threads < 1 or (n_threads_batch is not None and n_threads_batch < 1):
-            raise InvalidOption("at least one thread", detail={"key": "n_threads", "value": n_threads})
+        n_more = n_threads if n_threads_batch is None else n_threads_batch
+        check_range("n_threads", n_threads, 1, MAX_THREADS)
+        check_range("n_threads_batch", n_more, 1, MAX_THREADS)
         with self.handle as ptr:
-            self.lib.set_n_threads(ptr, n_threads, n_threads_batch or n_threads)
+            self.lib.set_n_threads(ptr, n_threads, n_more)
 
     def set_adapters(self, adapters: Sequence[tuple[Adapter, float]]) -> None:
         """Apply these adapters with these scales, and no others, from the next decode on.
@@ -310,6 +321,11 @@ class Context:
         """Bytes of KV cache (or state) and of compute buffers that this context holds."""
         with self.handle as ptr:
             return memory_use(self.lib, ptr)
+
+
+def _refuse_rows(text: str, value: int, limit: int) -> None:
+    detail = {"value": value, "limit": limit}
+    raise InvalidBatch(text.format(**detail), detail=detail)
 
 
 def _open_error(log: logs.CapturedLog, params: ContextParams) -> Exception:

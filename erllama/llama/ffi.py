@@ -66,6 +66,10 @@ class Library:
         self.__dict__[name] = call  # found directly from now on
         return call
 
+    def constant(self, prefix: str, name: str) -> int:
+        """The number of an enumerator of the pin: `constant("LLAMA_SPLIT_MODE", "row")`."""
+        return int(getattr(self._raw, f"{prefix}_{name.upper()}"))
+
     def plain(self, name: str) -> Callable[[Any], None]:
         """`el_<name>` for freeing one pointer, with an error struct of its own that nobody reads.
 

@@ -7,6 +7,7 @@ magic "GGUF", version u32, tensor count u64, metadata count u64, little-endian.
 from __future__ import annotations
 
 import os
+import stat
 import struct
 
 from erllama.errors import InvalidConfig, MalformedGguf, NotSupported
@@ -19,9 +20,13 @@ MAX_ENTRIES = 1 << 24  # of either kind; real files have thousands
 def check_gguf(path: str, *, vocab_only: bool = False) -> None:
     """Refuse what cannot be a model file.
 
-    Raises: `InvalidConfig` (no such file, unreadable), `MalformedGguf`, `NotSupported` (no tensors).
+    Raises: `InvalidConfig` (no such file, a folder or pipe, unreadable), `MalformedGguf`,
+    `NotSupported` (no tensors).
     """
     try:
+        # Asked first: opening a pipe waits for its other end.
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise InvalidConfig(f"{path} is not a file", detail={"key": "model", "value": path})
         with open(path, "rb") as file:
             head = file.read(HEADER.size)
             n_bytes = os.fstat(file.fileno()).st_size

@@ -6,37 +6,24 @@ process, so each is checked here. `seq_add` and `seq_div` do not exist on purpos
 
 from __future__ import annotations
 
-import enum
 from typing import TYPE_CHECKING, Any
 
 from erllama.errors import EngineError, InvalidBatch, NotSupported
+from erllama.types import MemoryKind as MemoryKind
 
 if TYPE_CHECKING:
     from .context import Context
 
 
-class MemoryKind(enum.Enum):
-    """How a model remembers, and with it what may be cut, copied and saved.
-
-    DENSE: every position in cells; any range may be cut and copied.
-    WINDOW: some layers keep a sliding window; a cut may silently lack cells (`Memory.can_cut`).
-    RECURRENT: one state per sequence; nothing but the whole can be removed or copied.
-    HYBRID: cells plus a state.
-    WHOLE: cells that cannot be cut; only whole states, never a ranged copy.
-    NONE: no memory (embedding models).
-    """
-
-    DENSE = "dense"
-    WINDOW = "window"
-    RECURRENT = "recurrent"
-    HYBRID = "hybrid"
-    WHOLE = "whole"
-    NONE = "none"
-
-
 def whole(p0: int, p1: int) -> bool:
     """True if [p0, p1) in llama.cpp's notation names everything: negative means open."""
     return p0 <= 0 and p1 < 0
+
+
+def _check_range(p0: int, p1: int) -> None:
+    for pos in (p0, p1):
+        if not -(2**31) <= pos < 2**31:
+            raise InvalidBatch(f"position {pos} is no integer of 32 bits", detail={"pos": pos})
 
 
 class Memory:
@@ -53,6 +40,7 @@ class Memory:
         For WINDOW memory True does not say that what is left can go on: see `can_cut`.
         """
         self._check(seq_id)
+        _check_range(p0, p1)
         with self._context.handle:
             return bool(self._lib.memory_seq_rm(self._ptr, seq_id, p0, p1))
 
@@ -63,6 +51,7 @@ class Memory:
         """
         self._check(src)
         self._check(dst)
+        _check_range(p0, p1)
         kind = self._context.memory_kind
         separate = not self._context.params.kv_unified
         if not whole(p0, p1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
 from erllama.errors import (
@@ -26,10 +27,6 @@ if TYPE_CHECKING:
     from .ffi import Library
     from .memory import MemoryKind
 
-SPLIT_MODES = {"none": 0, "layer": 1, "row": 2}  # llama.h: enum llama_split_mode
-# llama.h: enum llama_load_mode
-LOAD_MODES = {"auto": -1, "none": 0, "mmap": 1, "mlock": 2, "mmap_mlock": 3, "direct_io": 4}
-
 # What llama.cpp logs when the file itself is at fault.
 FILE_FAULTS = (
     "invalid magic", "gguf_init", "corrupted or incomplete", "not within the file bounds", "missing tensor",
@@ -38,6 +35,7 @@ FILE_FAULTS = (
     "no tensors", "cannot find tokenizer", "invalid tensor",
     "tensor data", "unknown type", "read error", "is out of bounds", "failed to load gguf",
 )  # fmt: skip
+SPLIT_SUFFIX = r"-\d{5}-of-\d{5}\.gguf"  # llama.cpp: llama_split_path
 MEMORY_FAULTS = ("bad_alloc", "unable to allocate", "failed to allocate", "out of memory", "alloc failed")
 
 
@@ -108,11 +106,7 @@ class Model:
         fields = progress.attach(lib)
         params, keep = native_params(lib, options)
         with logs.captured(lib) as log:
-            duplicate = lib.gguf_duplicate_token(os.fsencode(text))
-            if duplicate >= 0:  # llama.cpp asserts that there is none
-                raise MalformedGguf(
-                    f"{text}: token {duplicate} is in the vocabulary twice", detail={"path": text}
-                )
+            _refuse_what_aborts(lib, text, options)
             ptr = lib.model_load(os.fsencode(text), params, fields)
         if ptr == lib.ffi.NULL:
             raise _classified(text, log, cancelled=bool(fields.cancelled))
@@ -137,13 +131,20 @@ class Model:
         return self.handle.closed
 
 
+def _refuse_what_aborts(lib: Library, path: str, options: ModelOptions) -> None:
+    fault = lib.ffi.new("struct el_gguf_fault *")
+    if not lib.gguf_check(os.fsencode(path), options.vocab_only, fault):
+        said = lib.ffi.string(fault.message).decode("utf-8", "replace")
+        raise MalformedGguf(f"{path}: {said}", detail={"path": path})
+
+
 def native_params(lib: Library, options: ModelOptions) -> tuple[Any, tuple[Any, ...]]:
     """`struct llama_model_params` for the options, and what has to live as long as the model."""
     params = lib.model_default_params()
     params.n_gpu_layers = options.n_gpu_layers
-    params.split_mode = SPLIT_MODES[options.split_mode]
+    params.split_mode = lib.constant("LLAMA_SPLIT_MODE", options.split_mode)
     params.main_gpu = options.main_gpu
-    params.load_mode = LOAD_MODES[options.resolved_load_mode]
+    params.load_mode = lib.constant("LLAMA_LOAD_MODE", options.resolved_load_mode)
     params.vocab_only = options.vocab_only
     if not options.tensor_split:
         return params, ()
@@ -160,7 +161,7 @@ def _classified(path: str, log: logs.CapturedLog, *, cancelled: bool) -> Excepti
     detail = {"path": path, "log": log.errors[-8:]}
     if cancelled:
         return LoadCancelled(f"{path}: the load was cancelled", detail=detail)
-    text = " ".join(log.errors)
+    text = _without_path(" ".join(log.errors), path)
     said = log.tail()
     if "unknown model architecture" in text:
         name = text.split("unknown model architecture:", 1)[-1].split("'")
@@ -176,3 +177,9 @@ def _classified(path: str, log: logs.CapturedLog, *, cancelled: bool) -> Excepti
     if any(sign in text for sign in FILE_FAULTS):
         return MalformedGguf(f"{path}: {said}", detail=detail)
     return LoadFailed(f"{path}: {said}", detail=detail)
+
+
+def _without_path(text: str, path: str) -> str:
+    """What llama.cpp said without the names of the file and its other parts: folders have words too."""
+    stem = re.escape(re.sub(SPLIT_SUFFIX + "$", "", path))
+    return re.sub(rf"(?<![\w./-]){stem}({SPLIT_SUFFIX})?(?![\w./-])", "", text)

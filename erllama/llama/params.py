@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from erllama.errors import InvalidOption, NotSupported
 
 if TYPE_CHECKING:
-    from erllama.options import KvType
+    from erllama.options import KvType, Pooling
 
     from .facts import ModelFacts
     from .ffi import Library
 
-Pooling = Literal["none", "mean", "cls", "last", "rank"]
-
-GGML_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q5_0": 6, "q5_1": 7, "q8_0": 8, "bf16": 30}  # ggml.h: ggml_type
-FLASH_ATTN = {True: 1, False: 0, "auto": -1}  # llama.h: enum llama_flash_attn_type
-POOLING = {None: -1, "none": 0, "mean": 1, "cls": 2, "last": 3, "rank": 4}  # llama.h: enum llama_pooling_type
+FLASH_ATTN = {True: "enabled", False: "disabled", "auto": "auto"}
+MAX_THREADS = 512  # ggml.h: GGML_MAX_N_THREADS
 MAX_SEQ = 256  # llama-cparams.h: LLAMA_MAX_SEQ
 N_CTX_PAD = 256  # llama-context.cpp pads n_ctx, and n_ctx_seq, to this
 
@@ -55,15 +52,13 @@ class ContextParams:
                 f"this model cannot run: {reason}", detail={"architecture": facts.architecture}
             )
         for name, low, high in (
-            ("n_ctx", 1, 2**31 - N_CTX_PAD), ("n_batch", 1, 2**31 - 1), ("n_seq_max", 1, MAX_SEQ),
-            ("n_outputs_max", 1, 2**31 - 1), ("n_threads", 1, 512),
+            ("n_ctx", 1, 2**31 - N_CTX_PAD), ("n_batch", 1, 2**31 - 1), ("n_ubatch", 1, 2**31 - 1),
+            ("n_seq_max", 1, MAX_SEQ), ("n_outputs_max", 1, 2**31 - 1), ("n_threads", 1, MAX_THREADS),
+            ("n_threads_batch", 1, MAX_THREADS),
         ):  # fmt: skip
             value = getattr(self, name)
-            if not low <= value <= high:
-                raise InvalidOption(
-                    f"ContextParams.{name}={value}: expected {low} to {high}",
-                    detail={"key": name, "value": value},
-                )
+            if value is not None:
+                check_range(name, value, low, high)
         if self.n_rows < 1:
             raise InvalidOption(
                 f"ContextParams.n_seq_max={self.n_seq_max}: an embedding context needs n_batch, n_ubatch and "
@@ -99,12 +94,20 @@ class ContextParams:
         params.n_outputs_max = max(self.n_outputs, self.n_seq_max)
         params.n_threads = self.n_threads
         params.n_threads_batch = self.n_threads_batch or self.n_threads
-        params.flash_attn_type = FLASH_ATTN[self.flash_attn]
-        params.type_k = GGML_TYPES[self.type_k]
-        params.type_v = GGML_TYPES[self.type_v]
+        params.flash_attn_type = lib.constant("LLAMA_FLASH_ATTN_TYPE", FLASH_ATTN[self.flash_attn])
+        params.type_k = lib.constant("GGML_TYPE", self.type_k)
+        params.type_v = lib.constant("GGML_TYPE", self.type_v)
         params.kv_unified = self.kv_unified
         params.embeddings = self.embeddings
-        params.pooling_type = POOLING[self.pooling]
+        params.pooling_type = lib.constant("LLAMA_POOLING_TYPE", self.pooling or "unspecified")
         params.swa_full = self.swa_full
         params.no_perf = True
         return params
+
+
+def check_range(name: str, value: int, low: int, high: int) -> None:
+    """Raises: `InvalidOption` for a value outside [low, high]."""
+    if not low <= value <= high:
+        raise InvalidOption(
+            f"ContextParams.{name}={value}: expected {low} to {high}", detail={"key": name, "value": value}
+        )

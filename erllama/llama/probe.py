@@ -32,25 +32,21 @@ def find_memory_kind(context: Context) -> MemoryKind:
     layout = (context.params.kv_unified, context.params.swa_full)
     known = context.model.memory_kinds
     if layout not in known:
-        known[layout] = _cuttable(context) if _can_probe(context) else _by_window(context)
+        known[layout] = _cuttable(context)
     return known[layout]
-
-
-def _can_probe(context: Context) -> bool:
-    return context.is_causal and not context.params.embeddings and context.n_batch >= 2
 
 
 def _cuttable(context: Context) -> MemoryKind:
     seq_id = context.n_seq_max - 1
-    batch = Batch(2, context.n_seq_max)
-    batch.add(seq_id, [0, 0], 0, output="none")
-    rc = context.decode(batch)
-    if rc != 0:
-        raise LoadFailed(f"the first decode of this context failed: llama_decode answered {rc}")
+    batch = Batch(1, context.n_seq_max)
+    for pos in (0, 1):  # one row each, which every context has room for
+        batch.clear()
+        batch.add(seq_id, [0], pos, output="last" if context.params.embeddings else "none")
+        rc = context.decode(batch)
+        if rc != 0:
+            raise LoadFailed(f"the first decode of this context failed: llama_decode answered {rc}")
     can_cut = context.memory.rm(seq_id, 1)
     context.memory.clear()
-    return _by_window(context) if can_cut else MemoryKind.WHOLE
-
-
-def _by_window(context: Context) -> MemoryKind:
+    if not can_cut:
+        return MemoryKind.WHOLE
     return MemoryKind.WINDOW if context.model.facts.n_swa > 0 else MemoryKind.DENSE

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from erllama.errors import DecodeFailed, InvalidContent, InvalidGrammar, NoLogits
+from erllama.errors import (
+    DecodeFailed,
+    InvalidContent,
+    InvalidGrammar,
+    InvalidOption,
+    NoLogits,
+    NotSupported,
+)
 
 from . import logs
 from .ffi import Library, library
@@ -21,11 +29,12 @@ if TYPE_CHECKING:
 # shim_sampling.cpp
 NO_LOGITS, NOTHING_ALLOWED, REFUSED_BY_GRAMMAR, NOT_A_NUMBER = -1, -2, -3, -4
 MAX_GRAMMAR_BYTES = 4 * 2**20
+GREEDY_BELOW = 1e-6  # draws like greedy, and logits divided by much less overflow a float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerParams:
-    """How tokens are chosen. Temperature 0 is greedy; `logit_bias` of minus infinity bans a token.
+    """How tokens are chosen. Temperature 0 (or below 1e-6) is greedy; a bias of minus infinity bans a token.
 
     `grammar` is GBNF text; it is asked about the sampled token, and about all tokens only when it
     rejects that one. With `grammar_first` it filters before everything else, every time: slower,
@@ -50,16 +59,16 @@ class SamplerChain:
     Tokens the model suppresses are banned first. Keeps its model alive; `close()` when done.
     """
 
-    def __init__(self, vocab: Vocab, n_vocab: int, params: SamplerParams) -> None:
+    def __init__(self, vocab: Vocab, params: SamplerParams) -> None:
+        """Raises: `InvalidOption`, `InvalidContent` (a bias), `InvalidGrammar`, `HandleClosed`."""
+        _check(params)
         lib = library()
         self.params = params
         self._vocab = vocab
         self._lib = lib
-        bias = _biases(vocab, n_vocab, params)
+        bias = _biases(vocab, params)
         with vocab._model:
-            grammar = _grammar(lib, vocab, params.grammar) if params.grammar is not None else lib.ffi.NULL
-            chain = _chain(lib, n_vocab, params, bias)
-            ptr = lib.sampling_new(n_vocab, chain, grammar, params.grammar_first)
+            ptr = _native(lib, vocab, params, bias)
             self.handle = Exclusive(lib, ptr, "sampling_free", "sampler", vocab._model.owned)
 
     def __enter__(self) -> SamplerChain:
@@ -71,12 +80,13 @@ class SamplerChain:
     def sample(self, context: Context, i: int) -> int:
         """Choose a token from row `i` of the last decode and accept it.
 
-        Raises: `NoLogits`, `InvalidGrammar` (no token of the vocabulary can go on), `DecodeFailed`
-        (the model computed no numbers), `HandleClosed`.
+        Raises: `NotSupported` (a context of another model), `NoLogits`, `InvalidGrammar` (no token of
+        the vocabulary can go on), `DecodeFailed` (the model computed no numbers), `HandleClosed`.
         """
+        if context.model.vocab is not self._vocab:
+            raise NotSupported("a sampler fits the model it was made for, and no other")
         with self.handle as ptr, context.handle as ctx:
-            if not context.has_output(i):
-                raise NoLogits(f"row {i} of the last decode has no output", detail={"row": i})
+            context.need_logits(i)
             token = int(self._lib.sampling_next(ptr, ctx, i))
         if token < 0:
             raise self._error(token)
@@ -115,18 +125,49 @@ def live_samplers() -> int:
     return int(library().sampling_count())
 
 
-def _biases(vocab: Vocab, n_vocab: int, params: SamplerParams) -> dict[int, float]:
-    biases = dict(params.logit_bias)
-    for token in biases:
-        if not 0 <= token < n_vocab:
-            raise InvalidContent(
-                f"logit_bias: token {token} is not in the vocabulary of {n_vocab}", detail={"token": token}
+def _check(params: SamplerParams) -> None:
+    """Refuse what does not fit llama.cpp's types (NaN compares false), and a penalty window of gigabytes."""
+    for name, low, high in (
+        ("temperature", 0.0, math.inf), ("top_k", 0, 2**31 - 1), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0),
+        ("repetition_penalty", 0.0, math.inf), ("penalty_last_n", 0, 2**20), ("seed", 0, 2**32 - 1),
+    ):  # fmt: skip
+        value = getattr(params, name)
+        if not low <= value <= high:
+            raise InvalidOption(
+                f"SamplerParams.{name}={value}: expected {low:g} to {high:g}",
+                detail={"key": name, "value": value},
             )
+
+
+def _biases(vocab: Vocab, params: SamplerParams) -> dict[int, float]:
+    biases = dict(params.logit_bias)
+    for token, bias in biases.items():
+        if not 0 <= token < vocab.n_tokens:
+            raise InvalidContent(
+                f"logit_bias: token {token} is not in the vocabulary of {vocab.n_tokens}",
+                detail={"token": token},
+            )
+        if math.isnan(bias):
+            raise InvalidContent(f"logit_bias: NaN for token {token}", detail={"token": token})
     return {**biases, **dict.fromkeys(vocab.suppressed, -math.inf)}
 
 
-def _chain(lib: Library, n_vocab: int, params: SamplerParams, bias: dict[int, float]) -> Any:
-    chain = lib.sampler_chain_init(lib.sampler_chain_default_params())
+def _native(lib: Library, vocab: Vocab, params: SamplerParams, bias: dict[int, float]) -> Any:
+    """`struct el_sampler *`, which owns its parts; when something fails on the way, they are freed."""
+    with ExitStack() as parts:
+        grammar = lib.ffi.NULL
+        if params.grammar is not None:
+            grammar = _grammar(lib, vocab, params.grammar)
+            parts.callback(lib.sampler_free, grammar)
+        chain = lib.sampler_chain_init(lib.sampler_chain_default_params())
+        parts.callback(lib.sampler_free, chain)
+        _fill(lib, chain, vocab.n_tokens, params, bias)
+        ptr = lib.sampling_new(vocab.n_tokens, chain, grammar, params.grammar_first)
+        parts.pop_all()
+        return ptr
+
+
+def _fill(lib: Library, chain: Any, n_vocab: int, params: SamplerParams, bias: dict[int, float]) -> None:
     if bias:
         entries = lib.ffi.new("llama_logit_bias[]", list(bias.items()))
         lib.sampler_chain_add(chain, lib.sampler_init_logit_bias(n_vocab, len(bias), entries))
@@ -135,9 +176,9 @@ def _chain(lib: Library, n_vocab: int, params: SamplerParams, bias: dict[int, fl
             n_vocab, params.penalty_last_n, params.repetition_penalty, 0.0, 0.0
         )
         lib.sampler_chain_add(chain, penalties)
-    if params.temperature <= 0:
+    if params.temperature < GREEDY_BELOW:
         lib.sampler_chain_add(chain, lib.sampler_init_greedy())
-        return chain
+        return
     if params.top_k > 0:
         lib.sampler_chain_add(chain, lib.sampler_init_top_k(params.top_k))
     if params.top_p < 1:
@@ -146,7 +187,6 @@ def _chain(lib: Library, n_vocab: int, params: SamplerParams, bias: dict[int, fl
         lib.sampler_chain_add(chain, lib.sampler_init_min_p(params.min_p, 1))
     lib.sampler_chain_add(chain, lib.sampler_init_temp(params.temperature))
     lib.sampler_chain_add(chain, lib.sampler_init_dist(params.seed))
-    return chain
 
 
 def _grammar(lib: Library, vocab: Vocab, text: str) -> Any:

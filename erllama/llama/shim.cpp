@@ -106,7 +106,9 @@ void shim_abort_raise(struct el_abort *state) {
 
 void shim_abort_arm(struct el_abort *state, double seconds) {
     // At least 1: zero means "no deadline".
-    const int64_t deadline_ns = seconds < 0 ? 0 : now_ns() + static_cast<int64_t>(seconds * 1e9) + 1;
+    constexpr double FOR_EVER_S = 1e9;  // thirty years; more would not fit into the nanoseconds
+    const double left_s = seconds < FOR_EVER_S ? seconds : FOR_EVER_S;
+    const int64_t deadline_ns = seconds < 0 ? 0 : now_ns() + static_cast<int64_t>(left_s * 1e9) + 1;
     __atomic_store_n(&state->deadline_ns, deadline_ns, __ATOMIC_RELAXED);
 }
 

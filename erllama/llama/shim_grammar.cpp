@@ -9,6 +9,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "../src/llama-grammar.h"
 
@@ -18,6 +19,11 @@ namespace {
 constexpr int MAX_NESTING = 128;
 constexpr uint64_t MAX_REPEATED = 2000;  // llama-grammar.cpp: MAX_REPETITION_THRESHOLD
 constexpr uint64_t MAX_ELEMENTS = 1 << 20;
+// llama-grammar.cpp looks for left recursion by recursing from rule to rule, some 200 bytes of stack
+// each: a thread's smallest stack holds thousands.
+constexpr uint32_t MAX_CHAIN = 2000;
+constexpr uint64_t MAX_VISITS = 1 << 20;
+constexpr size_t MAX_RULES = 100000;
 
 const char *skip_blank(const char *p) {
     for (; *p != '\0'; ++p) {
@@ -119,22 +125,135 @@ class shape_check {
     }
 };
 
-struct undefined_rule : std::runtime_error {
+struct rule_fault : std::runtime_error {
     std::string name;
-    explicit undefined_rule(const std::string &name_)
-        : std::runtime_error("Undefined rule identifier '" + name_ + "'"), name(name_) {}
+    rule_fault(const std::string &message, const std::string &name_) : std::runtime_error(message), name(name_) {}
 };
 
 void check_references(const llama_grammar_parser &parser) {
     for (const auto &symbol : parser.symbol_ids) {
         if (symbol.second >= parser.rules.size() || parser.rules[symbol.second].empty()) {
-            throw undefined_rule(symbol.first);
+            throw rule_fault("Undefined rule identifier '" + symbol.first + "'", symbol.first);
         }
     }
     if (parser.symbol_ids.find("root") == parser.symbol_ids.end()) {
         throw std::runtime_error("no rule named 'root'");
     }
 }
+
+bool is_end(const llama_grammar_element &element) {
+    return element.type == LLAMA_GRETYPE_END || element.type == LLAMA_GRETYPE_ALT;
+}
+
+// How deep llama.cpp's look for left recursion goes, and how often it visits a rule: it recurses into
+// every rule that an alternative can begin with, and forgets what it has seen. Rules in a circle are
+// no matter here: llama.cpp stops at the first and refuses the grammar.
+class chain_check {
+   public:
+    explicit chain_check(const llama_grammar_parser &parser_)
+        : parser(parser_), rules(parser_.rules), may_be_empty(rules.size()), costs(rules.size()) {}
+
+    void run() {
+        if (rules.size() > MAX_RULES) {
+            throw std::runtime_error("more than " + std::to_string(MAX_RULES) + " rules");
+        }
+        for (uint32_t rule = 0; rule < rules.size(); ++rule) {
+            may_be_empty[rule] = has_empty_alternative(rules[rule]);
+        }
+        for (uint32_t rule = 0; rule < rules.size(); ++rule) {
+            if (costs[rule].n_visits == 0) {
+                measure(rule);
+            }
+        }
+    }
+
+   private:
+    struct cost {
+        uint32_t depth = 0;
+        uint64_t n_visits = 0;  // 0: not looked at yet
+    };
+    struct visit {
+        uint32_t rule;
+        size_t next;   // the element to look at
+        bool at_start;  // whether an alternative can begin with that element
+    };
+
+    const llama_grammar_parser &parser;
+    const llama_grammar_rules &rules;
+    std::vector<bool> may_be_empty;
+    std::vector<cost> costs;
+
+    static bool has_empty_alternative(const llama_grammar_rule &rule) {
+        bool at_start = true;
+        for (const auto &element : rule) {
+            if (is_end(element) && at_start) {
+                return true;
+            }
+            at_start = is_end(element);
+        }
+        return false;
+    }
+
+    // The next rule that an alternative of this one can begin with; -1 at the end.
+    int64_t advance(visit &at) const {
+        const auto &elements = rules[at.rule];
+        while (at.next < elements.size()) {
+            const auto &element = elements[at.next++];
+            const bool refers = element.type == LLAMA_GRETYPE_RULE_REF && at.at_start;
+            at.at_start = is_end(element) || (refers && may_be_empty[element.value]);
+            if (refers) {
+                return element.value;
+            }
+        }
+        return -1;
+    }
+
+    // Depth first with a stack of its own, and given up as soon as that is deeper than allowed.
+    void measure(uint32_t first) {
+        std::vector<visit> path{{first, 0, true}};
+        costs[first] = {1, 1};
+        while (!path.empty()) {
+            const int64_t found = advance(path.back());
+            if (found < 0) {
+                const uint32_t done = path.back().rule;
+                path.pop_back();
+                if (!path.empty()) {
+                    add(path.back().rule, costs[done]);
+                }
+                continue;
+            }
+            const auto target = static_cast<uint32_t>(found);
+            if (costs[target].n_visits != 0) {
+                add(path.back().rule, costs[target]);
+                continue;
+            }
+            costs[target] = {1, 1};
+            path.push_back({target, 0, true});
+            if (path.size() > MAX_CHAIN) {
+                refuse(first);
+            }
+        }
+    }
+
+    void add(uint32_t rule, const cost &child) {
+        cost &own = costs[rule];
+        own.depth = child.depth + 1 > own.depth ? child.depth + 1 : own.depth;
+        own.n_visits += child.n_visits;
+        if (own.depth > MAX_CHAIN || own.n_visits > MAX_VISITS) {
+            refuse(rule);
+        }
+    }
+
+    [[noreturn]] void refuse(uint32_t rule) const {
+        std::string name;
+        for (const auto &symbol : parser.symbol_ids) {
+            name = symbol.second == rule ? symbol.first : name;
+        }
+        throw rule_fault("rule '" + name + "' begins with too many others in a row: at most " +
+                             std::to_string(MAX_CHAIN) + " deep and " + std::to_string(MAX_VISITS) + " in all",
+                         name);
+    }
+};
 
 int32_t line_of(const char *text, const char *place) {
     int32_t line = 1;
@@ -183,7 +302,8 @@ bool shim_grammar_check(const struct llama_vocab *vocab, const char *text, struc
             rule = parser.parse_rule(rule);
         }
         check_references(parser);
-    } catch (const undefined_rule &error) {
+        chain_check(parser).run();
+    } catch (const rule_fault &error) {
         fault->line = line_of(text, first_use(text, error.name));
         snprintf(fault->message, sizeof(fault->message), "%s", error.what());
         return false;

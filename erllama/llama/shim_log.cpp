@@ -58,7 +58,27 @@ struct thread_log {
     std::string captured;
 };
 
-thread_local thread_log here;
+// Rule 3 holds for these too: both are plain data, so they outlive the destructors of their thread.
+thread_local thread_log *mine = nullptr;
+thread_local bool thread_ended = false;
+
+struct thread_end {
+    ~thread_end() {
+        delete mine;
+        mine = nullptr;
+        thread_ended = true;
+    }
+};
+
+// Null while the thread ends: its lines are then passed on whole, and not captured.
+thread_log *here() {
+    if (mine == nullptr && !thread_ended) {
+        static thread_local thread_end at_end;
+        static_cast<void>(at_end);
+        mine = new thread_log;
+    }
+    return mine;
+}
 
 uint64_t thread_id() {
 #if defined(__linux__)
@@ -74,12 +94,14 @@ void finish_line(int32_t level, std::string text) {
     if (text.find_first_not_of(" .\t\r") == std::string::npos) {
         return;  // progress dots and blank lines
     }
-    if (here.capturing) {
-        here.captured += static_cast<char>('0' + level);
-        here.captured += text;
-        here.captured += '\n';
-        if (here.captured.size() > MAX_CAPTURED_BYTES) {
-            here.captured.erase(0, here.captured.find('\n', here.captured.size() - MAX_CAPTURED_BYTES / 2) + 1);
+    thread_log *thread = here();
+    if (thread != nullptr && thread->capturing) {
+        auto &captured = thread->captured;
+        captured += static_cast<char>('0' + level);
+        captured += text;
+        captured += '\n';
+        if (captured.size() > MAX_CAPTURED_BYTES) {
+            captured.erase(0, captured.find('\n', captured.size() - MAX_CAPTURED_BYTES / 2) + 1);
         }
     }
     auto &log = state();
@@ -95,28 +117,40 @@ void finish_line(int32_t level, std::string text) {
     log.changed.notify_one();
 }
 
-void add_text(int32_t level, const char *text) {
+void add_text(thread_log &thread, int32_t level, const char *text) {
     if (level == GGML_LOG_LEVEL_CONT) {
-        level = here.partial_level;
-    } else if (!here.partial.empty()) {
-        finish_line(here.partial_level, std::move(here.partial));
-        here.partial.clear();
+        level = thread.partial_level;
+    } else if (!thread.partial.empty()) {
+        finish_line(thread.partial_level, std::move(thread.partial));
+        thread.partial.clear();
     }
-    here.partial_level = level == GGML_LOG_LEVEL_NONE ? GGML_LOG_LEVEL_INFO : level;
-    here.partial += text;
-    for (size_t end; (end = here.partial.find('\n')) != std::string::npos;) {
-        std::string line = here.partial.substr(0, end);
-        here.partial.erase(0, end + 1);
-        finish_line(here.partial_level, std::move(line));
+    thread.partial_level = level == GGML_LOG_LEVEL_NONE ? GGML_LOG_LEVEL_INFO : level;
+    thread.partial += text;
+    for (size_t end; (end = thread.partial.find('\n')) != std::string::npos;) {
+        std::string line = thread.partial.substr(0, end);
+        thread.partial.erase(0, end + 1);
+        finish_line(thread.partial_level, std::move(line));
     }
+}
+
+void add_text_while_ending(int32_t level, std::string text) {
+    const bool has_level = level != GGML_LOG_LEVEL_CONT && level != GGML_LOG_LEVEL_NONE;
+    text.erase(text.find_last_not_of('\n') + 1);
+    finish_line(has_level ? level : static_cast<int32_t>(GGML_LOG_LEVEL_INFO), std::move(text));
 }
 
 // ggml calls this from anywhere, C code included, so nothing may leave it.
 void log_callback(enum ggml_log_level level, const char *text, void *) noexcept {
     try {
-        add_text(level, text);
-    } catch (...) {
-        here.partial.clear();  // out of memory: this line is lost
+        if (thread_log *thread = here()) {
+            add_text(*thread, level, text);
+        } else {
+            add_text_while_ending(level, text);
+        }
+    } catch (...) {  // out of memory: this line is lost
+        if (mine != nullptr) {
+            mine->partial.clear();
+        }
     }
 }
 
@@ -191,16 +225,23 @@ bool shim_log_wait(struct el_log_line *out, int32_t timeout_ms) {
 }
 
 void shim_capture_begin(void) {
-    here.captured.clear();
-    here.capturing = true;
+    if (thread_log *thread = here()) {
+        thread->captured.clear();
+        thread->capturing = true;
+    }
 }
 
 // Copies the tail that fits and returns its length; each line is a digit (its level) and the text.
 int32_t shim_capture_end(char *buf, int32_t size) {
-    here.capturing = false;
+    thread_log *thread = here();
+    if (thread == nullptr) {
+        return 0;
+    }
+    thread->capturing = false;
     const size_t room = static_cast<size_t>(size < 0 ? 0 : size);
-    const size_t n = here.captured.size() < room ? here.captured.size() : room;
-    memcpy(buf, here.captured.data() + (here.captured.size() - n), n);
-    here.captured.clear();
+    const auto &captured = thread->captured;
+    const size_t n = captured.size() < room ? captured.size() : room;
+    memcpy(buf, captured.data() + (captured.size() - n), n);
+    thread->captured.clear();
     return static_cast<int32_t>(n);
 }

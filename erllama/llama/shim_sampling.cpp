@@ -82,6 +82,7 @@ struct el_sampler {
     }
 };
 
+// Owns chain and grammar once it has returned; when it throws, the caller still does.
 struct el_sampler *shim_sampling_new(int32_t n_vocab, struct llama_sampler *chain, struct llama_sampler *grammar, bool grammar_first) {
     return new el_sampler(n_vocab, chain, grammar, grammar_first);
 }

@@ -18,7 +18,7 @@ import psutil
 from erllama.errors import ModelWouldOom
 
 from .backend import devices
-from .params import GGML_TYPES, N_CTX_PAD, ContextParams
+from .params import N_CTX_PAD, ContextParams
 
 if TYPE_CHECKING:
     from .ffi import Library
@@ -146,7 +146,7 @@ def padded(n_ctx: int) -> int:
 
 
 def _row_bytes(lib: Library, kind: str, n: int) -> int:
-    return int(lib.ggml_row_size(GGML_TYPES[kind], -(-n // BLOCK) * BLOCK))
+    return int(lib.ggml_row_size(lib.constant("GGML_TYPE", kind), -(-n // BLOCK) * BLOCK))
 
 
 def _meta(metadata: dict[str, str], architecture: str, key: str, default: int) -> int:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from erllama.errors import NativeLibraryError
+from erllama.files import cache_dir as cache_dir  # the build asks for it here
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,17 +44,15 @@ class Outcome(NamedTuple):
     def reason(self) -> str:
         """Why it failed, in words."""
         if self.code < 0:
-            return f"died of {signal.Signals(-self.code).name}"
+            return f"died of {_signal_name(-self.code)}"
         return self.text.strip().splitlines()[-1] if self.text.strip() else f"exit code {self.code}"
 
 
-def cache_dir() -> Path:
-    """The user's cache folder for erllama: `ERLLAMA_CACHE_DIR`, else the platform's place."""
-    if named := os.environ.get("ERLLAMA_CACHE_DIR"):
-        return Path(named).expanduser().absolute()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "erllama"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "erllama"
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal: most have no name
+        return f"signal {number}"
 
 
 def choose(

@@ -23,9 +23,6 @@ MAX_TOKENS = 16 * 2**20
 NO_TOKEN = -1  # llama.h: LLAMA_TOKEN_NULL
 OVERFLOW = -(2**31)  # llama.h: llama_tokenize answers INT32_MIN
 
-# Tokenizers that add BOS (and SEP) without asking whether the vocabulary has one (llama-vocab.cpp).
-TYPE_NONE, TYPE_WPM, TYPE_UGM = 0, 3, 4
-
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
@@ -39,7 +36,10 @@ class Vocab:
         self._pieces: dict[tuple[int, bool], bytes] = {}
         self._eog: dict[int, bool] = {}
         self._control: dict[int, bool] = {}
-        self.type: int = lib.vocab_type(ptr)
+        kind = lib.vocab_type(ptr)
+        self.is_absent: bool = kind == lib.constant("LLAMA_VOCAB_TYPE", "none")
+        # WPM adds BOS and SEP without asking whether the vocabulary has them (llama-vocab.cpp).
+        self.is_wpm: bool = kind == lib.constant("LLAMA_VOCAB_TYPE", "wpm")
         self.n_tokens: int = lib.vocab_n_tokens(ptr)
         self.bos: int | None = self._special(lib.vocab_bos)
         self.eos: int | None = self._special(lib.vocab_eos)
@@ -105,9 +105,14 @@ class Vocab:
     ) -> bytes:
         """The text of `ids` as bytes (a token may end inside a character).
 
-        Raises: `InvalidContent` (an id outside the vocabulary), `NotSupported`, `HandleClosed`.
+        Raises: `InvalidContent` (an id outside the vocabulary, over 16 M ids), `NotSupported`,
+        `HandleClosed`.
         """
         tokens = self.checked(ids)
+        if len(tokens) > MAX_TOKENS:
+            raise InvalidContent(
+                f"{len(tokens)} tokens; the most is {MAX_TOKENS}", detail={"n_tokens": len(tokens)}
+            )
         self._check_tokenizer(False)
         ffi = self._lib.ffi
         capacity = len(tokens) * 8 + 64
@@ -154,8 +159,11 @@ class Vocab:
         return self._flag(self._control, self._lib.vocab_is_control, token)
 
     def checked(self, ids: TokenIds) -> npt.NDArray[np.int32]:
-        """`ids` as a contiguous int32 array. Raises: `InvalidContent` naming the first one outside."""
-        tokens = np.asarray(ids, dtype=np.int64)
+        """`ids` as a contiguous int32 array.
+
+        Raises: `InvalidContent` naming the first one outside the vocabulary, or for what is no id.
+        """
+        tokens = as_integers(ids)
         if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= self.n_tokens):
             i = int(np.flatnonzero((tokens < 0) | (tokens >= self.n_tokens))[0])
             self._check(int(tokens[i]), index=i)
@@ -170,11 +178,11 @@ class Vocab:
             )
 
     def _check_tokenizer(self, add_special: bool) -> None:
-        if self.type == TYPE_NONE or self.n_tokens <= 0:
+        if self.is_absent or self.n_tokens <= 0:
             raise NotSupported("the model has no vocabulary")
-        wants_bos = self.add_bos or self.type == TYPE_WPM
-        wants_eos = self.add_eos and self.type != TYPE_WPM
-        lacks_sep = self.type == TYPE_WPM and self.sep is None
+        wants_bos = self.add_bos or self.is_wpm
+        wants_eos = self.add_eos and not self.is_wpm
+        lacks_sep = self.is_wpm and self.sep is None
         if add_special and (
             (wants_bos and self.bos is None) or (wants_eos and self.eos is None) or lacks_sep
         ):
@@ -209,6 +217,26 @@ def encode(text: str | bytes) -> bytes:
             f"the text has a lone surrogate ({text[error.start]!r}) at position {error.start}",
             detail={"position": error.start},
         ) from None
+
+
+def as_integers(ids: TokenIds) -> npt.NDArray[np.integer[Any]]:
+    """Token ids as a flat array of integers of some width.
+
+    Raises: `InvalidContent` for floats, text, booleans and numbers beyond 64 bits: numpy would round,
+    parse or cut them silently.
+    """
+    try:
+        tokens = np.asarray(ids)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidContent(f"token ids are whole numbers: {error}") from None
+    if tokens.size == 0 and tokens.ndim == 1:
+        return np.empty(0, np.int32)
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise InvalidContent(
+            f"token ids are a flat sequence of whole numbers of 32 bits, not {tokens.ndim}-dimensional "
+            f"{tokens.dtype}"
+        )
+    return tokens
 
 
 def as_pointer(ffi: Any, array: npt.NDArray[Any], ctype: str) -> Any:

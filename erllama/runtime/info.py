@@ -19,6 +19,7 @@ class ModelInfo:
 
     `available_seqs` sequences are free, `pinned_idle_seqs` are held for sessions and are taken back when
     nothing else is free; the others run.
+    `vram_estimate_bytes`: weights, KV and compute buffers together, wherever they are.
     """
 
     model_id: str
@@ -31,6 +32,9 @@ class ModelInfo:
     pinned_idle_seqs: int
     last_cache_hit: CacheHit | None
     memory_kind: str
+    status: Literal["loaded", "stopping"]
+    quant_tag: str
+    vram_estimate_bytes: int
     loaded_at_monotonic: float
     details: Mapping[str, Any]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
@@ -14,6 +14,7 @@ from erllama.engine.request import EventStream, open_stream
 from erllama.errors import (
     ContextOverflow,
     EngineError,
+    HandleClosed,
     InvalidContent,
     InvalidOption,
     MissingOption,
@@ -39,7 +40,9 @@ PLAIN_CALL_BYTES = 64 << 10  # longer text is tokenised in a worker thread, off 
 
 
 class Model:
-    """A loaded model. Made by `Engine.load_model`; every method raises `NotLoaded` once it is unloaded."""
+    """A loaded model. Made by `Engine.load_model`; once it is unloaded, every method but `unload` and
+    `wait_closed` raises `NotLoaded`.
+    """
 
     def __init__(self, handle: Handle, path: str | None, buffer_events: int) -> None:
         self.handle = handle  # the engine's; not for users
@@ -55,7 +58,7 @@ class Model:
         return self.handle.model_id
 
     def _live(self) -> Handle:
-        if self.handle.closed.is_set():
+        if self.handle.stopping:
             raise NotLoaded(f"model {self.model_id!r} was unloaded")
         return self.handle
 
@@ -268,29 +271,36 @@ class Model:
         `add_special` adds the tokens that the model wants around a prompt; `parse_special` reads control
         tokens written out in `text` as such. Raises: `InvalidContent`.
         """
-        tokens: list[int] = self._tokenizer()(text, add_special=add_special, parse_special=parse_special)
+        tokenize = self._live().optional("tokenize")
+        try:
+            tokens: list[int] = tokenize(text, add_special=add_special, parse_special=parse_special)
+        except HandleClosed:
+            raise NotLoaded(f"model {self.model_id!r} was unloaded") from None
         return tokens
 
     async def tokenize_async(
         self, text: str, add_special: bool = True, parse_special: bool = True
     ) -> list[int]:
-        """`tokenize`, in a worker thread when the text is long. Cancellation: waits for the thread."""
+        """`tokenize`, in a worker thread when the text is long. Cancellation: leaves the thread to itself."""
         if len(text) <= PLAIN_CALL_BYTES // 4:
             await trio.lowlevel.checkpoint()
             return self.tokenize(text, add_special, parse_special)
-        return await trio.to_thread.run_sync(self.tokenize, text, add_special, parse_special)
+        # llama.cpp's tokenizers can take minutes for odd texts and cannot be told to stop; they only read.
+        return await trio.to_thread.run_sync(
+            self.tokenize, text, add_special, parse_special, abandon_on_cancel=True
+        )
 
     def detokenize(self, tokens: Sequence[int]) -> str:
         """Token ids to text, control tokens written out; bytes that are no UTF-8 become U+FFFD."""
-        raw: bytes = self._live().optional("detokenize")(_token_ids(tokens))
+        try:
+            raw: bytes = self._live().optional("detokenize")(_token_ids(tokens))
+        except HandleClosed:
+            raise NotLoaded(f"model {self.model_id!r} was unloaded") from None
         return raw.decode("utf-8", errors="replace")
 
     async def detokenize_async(self, tokens: Sequence[int]) -> str:
         """`detokenize`, in a worker thread. Cancellation: waits for the thread."""
         return await trio.to_thread.run_sync(self.detokenize, tokens)
-
-    def _tokenizer(self) -> Callable[..., list[int]]:
-        return self._live().optional("tokenize")
 
     # --- read-outs: plain reads, they never wait for the model ---
 
@@ -304,7 +314,7 @@ class Model:
 
     def queue_depth(self) -> int:
         """Requests that wait or run."""
-        return len(self._live().actor.sequences())
+        return self._live().actor.n_requests
 
     def statistics(self) -> ActorStatistics:
         """Counters and gauges of the engine that runs this model."""
@@ -339,6 +349,9 @@ class Model:
             pinned_idle_seqs=statistics.n_pinned_idle,
             last_cache_hit=handle.actor.hits.last,
             memory_kind=handle.facts.memory_kind.value,
+            status="stopping" if handle.stopping else "loaded",
+            quant_tag=handle.facts.quant_tag,
+            vram_estimate_bytes=handle.facts.memory_bytes,
             loaded_at_monotonic=handle.loaded_at,
             details=dict(handle.facts.details),
         )
@@ -348,7 +361,7 @@ class Model:
     async def unload(self) -> None:
         """Free the model; who still waits for an answer gets `NotLoaded`.
 
-        Cancellation: the model is freed all the same, in the background.
+        Harmless when it is unloaded already. Cancellation: it is freed all the same.
         """
         self.handle.stop()
         await self.handle.closed.wait()

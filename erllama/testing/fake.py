@@ -15,7 +15,6 @@ import hashlib
 import re
 import struct
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -278,8 +277,3 @@ def _hashed(sampler: FakeSampler, history: list[int]) -> int:
     chain = (p.temperature, p.top_k, p.top_p, p.min_p, p.repetition_penalty, seed, p.grammar, p.logit_bias)
     what = repr((history, chain, sampler.n_drawn))
     return low + int.from_bytes(hashlib.blake2b(what.encode(), digest_size=4).digest(), "big") % n
-
-
-def sleepy(seconds: float) -> Callable[[Step], None]:
-    """A `before_step` that blocks the model's thread for real, as a stuck native call would."""
-    return lambda _: time.sleep(seconds)

@@ -164,3 +164,9 @@ def test_a_library_that_really_executes_an_illegal_instruction(tmp_path):
     command = [variant.sys.executable, str(variant._SELFTEST), "--score", str(faulting)]
     assert variant._run(command).reason == "died of SIGILL"
     assert variant.rank({"faulting": faulting}, variant._run) == []
+
+
+def test_every_way_to_die_has_words():
+    """Real-time signals have no name in Python, and a reason all the same."""
+    assert variant.Outcome(-40, "").reason == "died of signal 40"
+    assert variant.Outcome(-11, "").reason == "died of SIGSEGV"

@@ -40,7 +40,9 @@ class Bench:
         async with self.stream(prompt, **generation) as events:
             return await last(events)
 
-    async def complete_all(self, prompts: list[str], **generation: object) -> list[Completion]:
+    async def complete_all(
+        self, prompts: list[str] | list[list[int]], **generation: object
+    ) -> list[Completion]:
         """Answers to requests made at the same moment, arriving in order of `prompts`."""
         answers: dict[int, Completion] = {}
 

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import threading
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
 
 import pytest
 import trio
 import trio.testing
 
-from erllama.errors import EngineReset, SeqCapacity
+from erllama.backend import StepResult, StepStatus
+from erllama.errors import DecodeAborted, EngineError, EngineReset, SeqCapacity
 from erllama.testing import FakeBackend, cancel_at_every_checkpoint
 from erllama.types import Done, TokenId
 
 from .scenes import alone, ids_of, last, serving
-
-if TYPE_CHECKING:
-    from erllama.backend import StepResult
 
 LONG = "p" * 400  # four steps of prefill
 
@@ -38,8 +35,10 @@ async def test_the_slot_is_free_after_the_running_step(autojump_clock, phase: st
                 await trio.sleep_forever()
         if phase == "finished":
             assert bench.actor.sequences() == []
-        else:
+        elif phase != "queued":
             assert bench.actor.sequences()[-1].phase.value == phase
+        if phase == "queued":  # nothing of it is in the running step: it is gone at once
+            assert len(bench.backend.live_samplers) == len(bench.actor.sequences()) == 1
         await trio.sleep(1.1)
         assert len(bench.backend.live_samplers) == len(bench.actor.sequences()) == (phase == "queued")
         await stack.aclose()
@@ -304,3 +303,104 @@ async def test_on_full_error_counts_cells_too():
         async with bench.stream("p" * 100):
             with pytest.raises(SeqCapacity):  # who would fit does not overtake who waits
                 await bench.complete("p", on_full="error", max_tokens=1)
+
+
+# --- what a review found ---
+
+
+async def test_error_mode_counts_who_waits_and_not_whether_somebody_does():
+    """G18: four requests at once on four idle slots are all taken; the fifth is refused."""
+    async with serving(FakeBackend(n_slots=4)) as bench, AsyncExitStack() as stack:
+        for i in range(4):
+            await stack.enter_async_context(bench.stream(f"{i}", max_tokens=50, on_full="error"))
+        with pytest.raises(SeqCapacity):
+            await stack.enter_async_context(bench.stream("five", on_full="error"))
+
+
+async def test_a_queued_request_ends_while_a_step_is_stuck():
+    """R9: its Done does not wait for a step it has no part in."""
+    backend = FakeBackend(threaded=True, step_delay_s=30)
+    async with serving(backend) as bench, bench.stream("stuck", max_tokens=5) as stuck:
+        await trio.testing.wait_all_tasks_blocked()
+        async with bench.stream("queued") as queued:
+            queued.cancel()
+            with trio.fail_after(1):
+                assert (await last(queued)).finish_reason == "cancelled"
+        assert len(backend.live_samplers) == 1
+        stuck.cancel()
+        with trio.fail_after(5):
+            assert (await last(stuck)).finish_reason == "cancelled"
+
+
+async def test_a_cancelled_request_is_cancelled_whatever_its_step_became():
+    """`events.cancel()` followed by a fatal step still ends with Done, reason cancelled."""
+    async with serving(FakeBackend()) as bench, bench.stream("p", max_tokens=50) as events:
+        await anext(events)
+
+        def fatal(_step: object) -> StepResult:
+            events.cancel()
+            return StepResult(status=StepStatus.FATAL, rc=-3)
+
+        bench.backend.before_step = fatal
+        answer = await last(events)
+        bench.backend.before_step = None
+    assert answer.finish_reason == "cancelled"
+
+
+async def test_nothing_is_delivered_to_a_stream_that_was_left():
+    """Whoever still holds the stream after its block gets the end, not events."""
+    async with serving(FakeBackend()) as bench:
+        async with bench.stream("p", max_tokens=5) as events:
+            await trio.testing.wait_all_tasks_blocked()
+        assert [event async for event in events] == []
+
+
+async def test_a_backend_whose_abort_raises_is_contained(caplog: pytest.LogCaptureFixture):
+    """Its bug is logged; the one who cancelled does not get it."""
+
+    class Touchy(FakeBackend):
+        def abort(self) -> None:
+            raise RuntimeError("no abort today")
+
+    async with serving(Touchy(threaded=True, step_delay_s=0.05)) as bench:
+        async with bench.stream("p", max_tokens=50):
+            await trio.testing.wait_all_tasks_blocked()
+        assert (await bench.complete("after", max_tokens=1)).generated
+        await bench.wait_idle()
+    assert "no abort today" in caplog.text
+
+
+async def test_aborts_that_nobody_asked_for_are_not_retried_for_ever():
+    """B16: three in a row, and the caller gets DecodeAborted from a fresh context."""
+    async with serving(FakeBackend()) as bench:
+        bench.backend.before_step = lambda _: StepResult(status=StepStatus.ABORTED, rc=2)
+        with pytest.raises(DecodeAborted):
+            await bench.complete("p", max_tokens=3)
+        bench.backend.before_step = None
+        assert (await bench.complete("p", max_tokens=3)).finish_reason == "length"
+        assert bench.backend.n_rebuilt == 1
+
+
+async def test_no_room_for_a_lone_prompt_is_our_error():
+    """Refused twice on empty memory, a prompt that fits by every count fails as `no_room`, logged."""
+    async with serving(FakeBackend()) as bench:
+        bench.backend.before_step = lambda _: StepResult(status=StepStatus.NO_ROOM, rc=1)
+        with pytest.raises(EngineError) as caught:
+            await bench.complete("p" * 10, max_tokens=3)
+        assert caught.value.reason == "no_room"
+
+
+async def test_one_refusal_of_a_lone_sequence_costs_time_only():
+    """A transient refusal is computed again and does not shorten the answer."""
+    async with serving(FakeBackend()) as bench:
+        reference = await bench.complete("p", max_tokens=50, seed=1)
+        n_steps = 0
+
+        def refuse_once(_step: object) -> StepResult | None:
+            nonlocal n_steps
+            n_steps += 1
+            return StepResult(status=StepStatus.NO_ROOM, rc=1) if n_steps == 5 else None
+
+        bench.backend.before_step = refuse_once
+        answer = await bench.complete("p", max_tokens=50, seed=1)
+    assert answer.generated == reference.generated

@@ -1,7 +1,6 @@
-"""Memory operations: in order, before the next call, never lost; one that fails stops everything until a rebuild."""
+"""Memory operations: in order, before the next call, never lost; a failed one stops all until a rebuild."""
 
 from __future__ import annotations
-
 
 import pytest
 import trio

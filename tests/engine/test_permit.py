@@ -30,7 +30,7 @@ class Queue:
 
     def ask(self, name: str, n: int, leave: threading.Event | None = None) -> None:
         def hold() -> None:
-            with self.permit.held(n):
+            with self.permit.ticket().held(n):
                 self.entered.append(name)
                 if leave is not None:
                     assert leave.wait(10)
@@ -92,7 +92,7 @@ def test_an_oversize_request_gets_everything():
 def test_an_exception_inside_gives_the_tokens_back():
     """A step that raises does not keep the machine."""
     permit = ComputePermit(3)
-    with pytest.raises(KeyError), permit.held(3):
+    with pytest.raises(KeyError), permit.ticket().held(3):
         raise KeyError("step failed")
     assert repr(permit) == "<ComputePermit 3/3 free, 0 waiting>"
 
@@ -104,7 +104,7 @@ def test_the_sum_in_flight_never_exceeds_the_tokens():
 
     def work(n: int) -> None:
         nonlocal in_flight, worst, n_served
-        with permit.held(n):
+        with permit.ticket().held(n):
             with lock:
                 in_flight += min(n, 5)
                 worst = max(worst, in_flight)
@@ -122,3 +122,48 @@ def test_the_sum_in_flight_never_exceeds_the_tokens():
 def test_the_process_has_as_many_tokens_as_usable_cpus():
     """All models of a process share what it may use."""
     assert PROCESS_PERMIT.n_tokens == usable_cpus()
+
+
+def test_a_waiting_ticket_can_be_given_up():
+    """Whoever waits is told so from another thread, and the queue goes on without it."""
+    permit, leave = ComputePermit(1), threading.Event()
+    queue = Queue(permit)
+    queue.ask("holder", 1, leave)
+    ticket, granted = permit.ticket(), []
+
+    def wait() -> None:
+        with ticket.held(1) as got:
+            granted.append(got)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    wait_for(lambda: "1 waiting" in repr(permit), "ticket waits")
+    ticket.give_up()
+    thread.join(10)
+    assert granted == [False]
+    with ticket.held(1) as got:
+        assert not got  # until renewed
+    ticket.renew()
+    leave.set()
+    queue.join()
+    with ticket.held(1) as got:
+        assert got
+
+
+def test_a_holder_that_is_overdue_no_longer_counts():
+    """Somebody stuck beyond the time it asked for does not keep the others from computing."""
+    permit, entered, leave = ComputePermit(2), threading.Event(), threading.Event()
+
+    def stick() -> None:
+        with permit.ticket().held(2, at_most_s=0.05):
+            entered.set()
+            assert leave.wait(10)
+
+    thread = threading.Thread(target=stick)
+    thread.start()
+    assert entered.wait(10)
+    with permit.ticket().held(2, at_most_s=1) as granted:
+        assert granted
+    leave.set()
+    thread.join(10)
+    assert permit.n_free == 2

@@ -10,6 +10,7 @@ import pytest
 from erllama.backend import BackendFacts
 from erllama.engine.admission import Lanes
 from erllama.engine.memory_ops import Cut
+from erllama.engine.pace import Pace
 from erllama.engine.purpose import Purpose
 from erllama.engine.resident import Resident
 from erllama.engine.sequence import Sequence
@@ -218,9 +219,9 @@ def test_a_parked_turn_holds_nothing():
     request.computed(19, 0.0)
     request.buffer.lagging_since = 0.0
     lane.waiting.append(seq(B))
-    assert lane.park_lagging(10.0)
+    assert lane.park_lagging(10_000.0, Pace()) is request
     assert (lane.n_pinned, lane.pin("a")) == (0, None)
-    assert lane.admit_next(10.0).ledger == B
+    assert lane.admit_next(10_000.0).ledger == B
 
 
 def test_forgetting_a_session():

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
+import trio
 
 from erllama.backend import BackendFacts
-from erllama.engine.admission import LAG_PATIENCE_S, Lanes
+from erllama.engine.admission import ASLEEP_S, Lanes
 from erllama.engine.memory_ops import Cut, Share
+from erllama.engine.pace import Pace
 from erllama.engine.resident import Resident
-from erllama.engine.sequence import Sequence
 from erllama.engine.state import Phase
 from erllama.types import TokenId
 
 from .warm_scenes import seq_of
+
+if TYPE_CHECKING:
+    from erllama.engine.sequence import Sequence
 
 HEAD = list(range(1, 41))
 
 
 def lanes(n_slots: int = 3, n_cells: int = 500, save=lambda _: None) -> Lanes:
     """Empty lanes over dense memory."""
-    facts = BackendFacts(
-        n_ctx=1000, n_cells=n_cells, n_batch=512, n_slots=n_slots, n_vocab=99, ranges=True
-    )
+    facts = BackendFacts(n_ctx=1000, n_cells=n_cells, n_batch=512, n_slots=n_slots, n_vocab=99, ranges=True)
     return Lanes(facts, save)
 
 
@@ -123,8 +127,9 @@ def test_reclaim_drops_the_longest_unused_and_no_more_than_needed() -> None:
 def test_cells_about_to_be_filled_are_not_free() -> None:
     """A call in flight counts until its outcome is known."""
     lane = lanes(n_cells=100)
-    with pytest.raises(ZeroDivisionError), lane.reserving(30), lane.reserving(5):
+    with lane.reserving(30), lane.reserving(5):
         assert lane.n_free_cells == 65
+    with pytest.raises(ZeroDivisionError), lane.reserving(30):
         _ = 1 // 0
     assert lane.n_free_cells == 100
 
@@ -234,17 +239,18 @@ def test_the_preempted_one_is_saved_and_stays_until_its_cells_are_needed() -> No
     assert young.n_kv == 39
 
 
-def test_a_reader_that_lags_is_parked_with_what_it_has() -> None:
+async def test_a_reader_that_lags_is_parked_with_what_it_has() -> None:
     """Its place goes to who waits; its cells stay as long as nobody needs them."""
     saved: list[Sequence] = []
     lane = lanes(1, save=saved.append)
-    slow, next_ = seq_of(HEAD, capacity=5), seq_of([60, 61])
+    slow, next_ = seq_of(HEAD, capacity=4), seq_of([60, 61])
     admit(lane, slow)
     slow.computed(39, 0.0)
-    slow.buffer.lagging_since = 0.0
+    slow.buffer.put_nowait(TokenId(1, slow.request))
     lane.waiting.append(next_)
-    assert not lane.park_lagging(LAG_PATIENCE_S - 1)
-    assert lane.park_lagging(LAG_PATIENCE_S)
+    now, pace = trio.current_time(), Pace()
+    assert lane.park_lagging(now + ASLEEP_S - 1, pace) is None
+    assert lane.park_lagging(now + ASLEEP_S, pace) is slow
     assert (saved, lane.parked, list(lane.residents)) == ([slow], [slow], [0])
     assert lane.admit_next(3.0) is next_
 
@@ -254,11 +260,12 @@ def test_unproven_kv_stays_unproven_in_other_hands() -> None:
     lane = lanes()
     first = seq_of(HEAD)
     admit(lane, first, restored=False)
-    first.restored_to(16, "ram")
-    first.unproven.add(b"node")
-    first.restored(0.0)
     follower = seq_of(HEAD)
     admit(lane, follower)
+    first.restored_to(16, "ram")
+    first.unproven.add(b"node")
+    lane.share_running(0.0)
+    first.restored(0.0)
     assert follower.unproven == {b"node"}
     finish(lane, first, 1.0)
     heir = seq_of(HEAD)

@@ -43,7 +43,7 @@ async def test_nobody_waits_behind_a_reader_that_sleeps(autojump_clock):
 
 
 async def test_a_trickling_reader_lags_too(autojump_clock):
-    """An event a second does not hold the only slot: the buffer has to get half empty."""
+    """An event a second does not hold the only slot for ever: in 30 s the buffer must get half empty."""
     async with (
         serving(FakeBackend(n_slots=1)) as bench,
         bench.stream("slow", seed=1, max_tokens=60, buffer_events=64) as slow,
@@ -56,7 +56,7 @@ async def test_a_trickling_reader_lags_too(autojump_clock):
                 await trio.sleep(1)
 
         nursery.start_soon(trickle)
-        with trio.fail_after(4):
+        with trio.fail_after(32):
             await bench.complete("fast", seed=2, max_tokens=50)
         nursery.cancel_scope.cancel()
 

@@ -82,11 +82,11 @@ async def test_room_is_announced_exactly_when_it_comes_back():
     """Reading wakes the engine when there is room again and when the lag ends, not for every event."""
     b, rooms = buffer(10)
     b.put_nowait(*map(event, range(9)))
-    assert b.lagging_since is not None
+    assert b.is_lagging
     for n_left, n_rooms in ((8, 0), (7, 0), (6, 1), (5, 2), (4, 2), (3, 2)):
         await b.receive()
         assert (len(b), rooms.n) == (n_left, n_rooms)
-    assert b.lagging_since is None
+    assert not b.is_lagging
 
 
 async def test_a_waiting_reader_is_woken_by_an_event_and_by_an_end():

@@ -84,7 +84,11 @@ class WarmBench(Bench):
 
 @asynccontextmanager
 async def warm(
-    backend: Watched | None = None, *, ram_bytes: int = 1 << 24, policy: SavePolicy = POLICY, **context: object
+    backend: Watched | None = None,
+    *,
+    ram_bytes: int = 1 << 24,
+    policy: SavePolicy = POLICY,
+    **context: object,
 ) -> AsyncIterator[WarmBench]:
     """A warm model for the block."""
     backend = backend or Watched()

@@ -164,6 +164,32 @@ def test_late_lines_and_second_start(tiny_gguf: Callable[[str], Path]) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "alive\n", "")
 
 
+def test_lines_of_an_ending_thread() -> None:
+    """X30: a thread's last lines, logged by destructors of its own, arrive whole, and its memory is gone."""
+    done = run_python(
+        "import ctypes, logging, threading\n"
+        "from erllama import llama\n"
+        "from erllama.llama import backend\n"
+        "logging.basicConfig(level=logging.INFO, format='%(message)s')\n"
+        "lib = backend.ensure_backend()\n"
+        "pthread = ctypes.CDLL(None)\n"
+        "call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)\n"
+        "late = call(lambda _: lib.log_emit(3, b'late\\n'))\n"
+        "key = ctypes.c_uint()\n"
+        "assert pthread.pthread_key_create(ctypes.byref(key), late) == 0\n"
+        "def work():\n"
+        "    lib.log_emit(3, b'early\\n')\n"
+        "    lib.log_emit(3, b'never ended')\n"
+        "    pthread.pthread_setspecific(key, ctypes.c_void_p(1))\n"
+        "thread = threading.Thread(target=work)\n"
+        "thread.start(); thread.join()\n"
+        "import time; time.sleep(0.3)\n"
+        "llama.shutdown_logs()\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if line in ("early", "late")] == ["early", "late"]
+
+
 @pytest.mark.slow
 def test_stderr_stays_empty(tiny_gguf: Callable[[str], Path], tmp_path: Path) -> None:
     """X30: load, decode, a refused file, a bad grammar and a refused state print nothing to stderr."""
@@ -175,10 +201,10 @@ def test_stderr_stays_empty(tiny_gguf: Callable[[str], Path], tmp_path: Path) ->
         f"m = Model.open({str(tiny_gguf('dense'))!r})\n"
         "c = Context.open(m, ContextParams(n_ctx=256, n_batch=64))\n"
         "b = Batch(64); i = b.add(0, [1, 2, 3], 0); c.decode(b)\n"
-        "SamplerChain(m.vocab, m.facts.n_vocab, SamplerParams()).sample(c, i)\n"
+        "SamplerChain(m.vocab, SamplerParams()).sample(c, i)\n"
         "c.state_set(0, b'x' * 300)\n"
         f"for f in (lambda: Model.open({str(bad)!r}),\n"
-        "          lambda: SamplerChain(m.vocab, m.facts.n_vocab, SamplerParams(grammar='root ::= ('))):\n"
+        "          lambda: SamplerChain(m.vocab, SamplerParams(grammar='root ::= ('))):\n"
         "    try: f()\n"
         "    except ErllamaError as e: print(e.reason)\n"
     )

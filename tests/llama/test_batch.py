@@ -65,10 +65,27 @@ def test_sequence_beyond_the_batch(seq_id: int) -> None:
         Batch(4, n_seq_max=2).add(seq_id, [1], 0)
 
 
-@pytest.mark.parametrize("token", [2**31, "x"])
+@pytest.mark.parametrize("token", [2**31, 2**40, 2**70, -(2**31) - 1, "x", "12", 1.9, True, None, [1]])
 def test_tokens_that_are_no_int32(token: object) -> None:
     """Values that do not fit a token id are refused, and the batch stays as it was."""
     batch = Batch(4)
     with pytest.raises(InvalidBatch):
         batch.add(0, [token], 0)  # type: ignore[list-item]
     assert batch.n_tokens == 0
+
+
+@pytest.mark.parametrize("tokens", [np.array([1.9, 2.9]), np.array([2**40]), [[1, 2]], [1, [2]], [1.5, 2]])
+def test_arrays_that_are_no_ids(tokens: object) -> None:
+    """Nothing is rounded, parsed or cut silently."""
+    with pytest.raises(InvalidBatch):
+        Batch(4).add(0, tokens, 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pos", [2**40, 2**31 - 1, 2**31 - 3, -(2**31) - 1])
+def test_positions_beyond_32_bits(pos: int) -> None:
+    """The last row's position, and the one after it, are 32-bit integers."""
+    batch = Batch(4)
+    with pytest.raises(InvalidBatch, match=f"position {pos}"):
+        batch.add(0, [1, 2, 3], pos)
+    assert batch.n_tokens == 0
+    batch.add(0, [1, 2, 3], 2**31 - 5)

@@ -54,11 +54,17 @@ def test_shape(tiny: Callable[[str], Model], open_context: OpenContext) -> None:
         {"n_seq_max": 257},
         {"n_outputs_max": 0},
         {"n_threads": 0},
+        {"n_threads": 513},
+        {"n_threads_batch": -5},
+        {"n_threads_batch": 0},
+        {"n_threads_batch": 513},
+        {"n_ubatch": -1},
+        {"n_ubatch": -1, "embeddings": True},
     ],
 )
 def test_impossible_shapes(tiny: Callable[[str], Model], params: dict[str, Any]) -> None:
-    """Zero and senseless sizes are refused before llama.cpp sees them (LLAMA_MAX_SEQ is 256)."""
-    with pytest.raises(InvalidOption):
+    """Zero and senseless sizes are refused by name before llama.cpp sees them (LLAMA_MAX_SEQ is 256)."""
+    with pytest.raises(InvalidOption, match=next(iter(params))):
         Context.open(tiny("dense"), ContextParams(**params))
 
 
@@ -194,19 +200,28 @@ def test_no_logits_before_a_decode(tiny: Callable[[str], Model], open_context: O
     context = open_context(model)
     with pytest.raises(NoLogits):
         context.logits(0)
-    with SamplerChain(model.vocab, model.facts.n_vocab, SamplerParams()) as chain, pytest.raises(NoLogits):
+    with SamplerChain(model.vocab, SamplerParams()) as chain, pytest.raises(NoLogits):
         chain.sample(context, 0)
 
 
-def test_logits_are_read_only_views(context: Context) -> None:
-    """The view cannot be written, and the next decode changes what it shows."""
-    feed(context, [6], pos=5)
-    view = context.logits(0)
-    with pytest.raises(ValueError, match="read-only"):
-        view[0] = 1.0
-    before = view.copy()
-    feed(context, [9], pos=6)
-    assert not np.array_equal(view, before)
+def test_logits_stay_what_they_were(tiny: Callable[[str], Model]) -> None:
+    """B7: logits outlive the next decode, a larger output buffer and the context: they are a copy."""
+    context = Context.open(tiny("dense"), ContextParams(n_ctx=4096, n_batch=2048, n_outputs_max=2048))
+    kept = feed_logits(context, 1)
+    before = kept.copy()
+    feed_logits(context, 2048)  # llama.cpp moves its output buffer
+    context.close()
+    assert np.array_equal(kept, before)
+    assert kept.any()
+
+
+def feed_logits(context: Context, n: int) -> np.ndarray:
+    """The logits of the first of `n` rows of a fresh sequence, as the context gives them."""
+    context.memory.clear()
+    batch = Batch(n)
+    first = batch.add(0, prompt(context.model, n), 0, output="all")
+    assert context.decode(batch) == 0
+    return context.logits(first)
 
 
 def test_use_after_close(tiny: Callable[[str], Model]) -> None:
@@ -296,14 +311,50 @@ def test_pooled_rows_and_sequences(
 
 
 def test_token_embeddings_of_a_generator(tiny: Callable[[str], Model], open_context: OpenContext) -> None:
-    """A generating model in embedding mode gives a vector per row."""
+    """A generating model in embedding mode gives a vector per row, and the logits it gives without."""
     model = tiny("dense")
     context = open_context(model, n_batch=16, embeddings=True, pooling="none")
+    plain = open_context(model, n_batch=16)
     batch = Batch(16, 3)
-    batch.add(0, [1, 2, 3], 0, output="all")
+    batch.add(0, [30, 31, 32], 0, output="all")
     assert context.decode(batch) == 0
+    assert plain.decode(batch) == 0
     assert context.embeddings(2).shape == (model.facts.n_embd_out,)
     assert off_by(context.embeddings(0), context.embeddings(2)) > 0
+    assert off_by(context.logits(2), plain.logits(2)) == 0
+    assert plain.logits(2).any()
+    with pytest.raises(NoLogits, match="sequence 1099511627776"):
+        context.embeddings_seq(2**40)
+
+
+def test_embedding_models_have_no_logits(tiny: Callable[[str], Model], open_context: OpenContext) -> None:
+    """What only embeds leaves an untouched buffer where logits would be: reading and sampling are errors."""
+    model = tiny("embedding")
+    context = open_context(model, n_batch=16, embeddings=True, pooling="mean")
+    batch = Batch(16, 3)
+    batch.add(0, [30, 31, 32], 0, output="all")
+    assert context.encode(batch) == 0
+    with pytest.raises(NoLogits, match="only makes embeddings"):
+        context.logits(2)
+    with SamplerChain(model.vocab, SamplerParams()) as chain, pytest.raises(NoLogits):
+        chain.sample(context, 2)
+
+
+def test_only_embedding_models_encode(context: Context) -> None:
+    """An encode of a model with memory would end the process."""
+    batch = Batch(16)
+    batch.add(0, [1, 2], 5, output="all")
+    with pytest.raises(NotSupported, match="does not encode"):
+        context.encode(batch)
+    step(context, 6, 5)
+
+
+def test_rows_of_a_causal_embedding_context(tiny: Callable[[str], Model], open_context: OpenContext) -> None:
+    """More rows than n_ubatch are no fault of a causal model: it decodes them."""
+    context = open_context(tiny("dense"), n_batch=64, n_ubatch=16, n_seq_max=1, embeddings=True)
+    batch = Batch(64)
+    batch.add(0, prompt(context.model, 40), 0, output="all")
+    assert context.decode(batch) == 0
 
 
 def test_compute_buffer_stays_small(gemma: Model, open_context: OpenContext) -> None:
@@ -334,7 +385,7 @@ def test_no_room_changes_nothing(tiny: Callable[[str], Model], open_context: Ope
 
 def test_threads_can_be_changed(context: Context) -> None:
     """Another number of threads takes effect on a living context."""
-    for bad in ((0, None), (1, 0), (-1, 1)):
+    for bad in ((0, None), (1, 0), (-1, 1), (513, None), (1, 2**40)):
         with pytest.raises(InvalidOption):
             context.set_threads(*bad)
     context.set_threads(1, 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -64,6 +64,42 @@ def test_a_memory_that_cannot_be_cut_is_whole(
     assert context.memory_kind is MemoryKind.WHOLE
     with pytest.raises(NotSupported, match="whole sequences only"):
         context.memory.cp(0, 1, 0, 10)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"n_batch": 1},
+        {"embeddings": True},
+        {"embeddings": True, "pooling": "mean"},
+        {"n_batch": 8, "n_ubatch": 1},
+    ],
+    ids=str,
+)
+def test_every_shape_is_probed(
+    tiny: Callable[[str], Model],
+    open_context: OpenContext,
+    monkeypatch: pytest.MonkeyPatch,
+    shape: dict[str, Any],
+) -> None:
+    """A memory that cannot be cut is found whatever the batch, so a ranged copy never reaches it."""
+    model = tiny("dense")
+    monkeypatch.setattr(model, "memory_kinds", {})
+    assert open_context(model, n_seq_max=1, **shape).memory_kind is MemoryKind.DENSE
+    monkeypatch.setattr(model, "memory_kinds", {})
+    monkeypatch.setitem(model.lib.__dict__, "memory_seq_rm", lambda *_: False)
+    context = open_context(model, n_seq_max=1, **shape)
+    assert context.memory_kind is MemoryKind.WHOLE
+    assert context.memory.pos_max(0) == -1
+
+
+@pytest.mark.parametrize("pos", [2**31, 2**40, -(2**31) - 1])
+def test_positions_beyond_32_bits(tiny: Callable[[str], Model], open_context: OpenContext, pos: int) -> None:
+    """What no position can be is refused by type."""
+    memory = open_context(tiny("dense")).memory
+    for use in (lambda: memory.rm(0, pos), lambda: memory.rm(0, 0, pos), lambda: memory.cp(0, 1, 0, pos)):
+        with pytest.raises(InvalidBatch, match="32 bits"):
+            use()
 
 
 def test_removing_a_tail(tiny: Callable[[str], Model], open_context: OpenContext, kind: str) -> None:

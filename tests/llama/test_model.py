@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+import re
 import shutil
 import threading
-from typing import TYPE_CHECKING
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -114,9 +117,9 @@ def test_a_token_that_is_there_twice(tiny_gguf: TinyGguf, tmp_path: Path) -> Non
         Model.open(path)
 
 
-@pytest.mark.parametrize("path", ["/nowhere/model.gguf", "a\0b.gguf", ""])
-def test_impossible_paths(path: str) -> None:
-    """Absent files, NUL bytes and empty paths are invalid_config."""
+@pytest.mark.parametrize("path", ["/nowhere/model.gguf", b"/nowhere", "a\0b.gguf", "", "a\ud800.gguf"])
+def test_impossible_paths(path: Any) -> None:
+    """Absent files and what cannot be a path are invalid_config."""
     with pytest.raises(InvalidConfig):
         Model.open(path)
 
@@ -173,6 +176,40 @@ def test_missing_part_of_a_split(tiny_gguf: TinyGguf, tmp_path: Path) -> None:
     assert caught.value.reason in {"malformed_gguf", "load_failed"}
 
 
+def test_words_in_the_path_mean_nothing(tiny_gguf: TinyGguf, tmp_path: Path) -> None:
+    """A missing part below a folder called like an error is classified as anywhere else."""
+    first = tiny_gguf("split")
+    reasons = []
+    for name in ("plain", "out of memory", "duplicate"):
+        folder = tmp_path / name
+        folder.mkdir()
+        shutil.copy(first, folder / first.name)
+        with pytest.raises(ErllamaError) as caught:
+            Model.open(folder / first.name)
+        reasons.append(caught.value.reason)
+    assert len(set(reasons)) == 1
+    assert reasons[0] != "oom"
+
+
+def test_parallel_failures_keep_their_reasons(tiny_gguf: TinyGguf, tmp_path: Path) -> None:
+    """M5: two bad files, loaded side by side 200 times each: each failure names its own file and fault."""
+    short = tmp_path / "short.gguf"
+    short.write_bytes(tiny_gguf("dense").read_bytes()[:300_000])
+    expected = {tiny_gguf("unknown_arch"): "not_supported", short: "malformed_gguf"}
+    seen: Counter[tuple[Path, str]] = Counter()
+
+    def load(path: Path) -> None:
+        for _ in range(100):
+            with pytest.raises(ErllamaError, match=re.escape(str(path))) as caught:
+                Model.open(path)
+            seen[path, caught.value.reason] += 1
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(load, path) for path in [*expected, *expected]]:
+            done.result()
+    assert seen == dict.fromkeys(expected.items(), 200)
+
+
 def test_progress_and_cancel(smollm2_path: Path) -> None:
     """A load reports how far it is, and a cancelled one is a typed error that leaves nothing."""
     progress = LoadProgress()
@@ -213,7 +250,7 @@ def test_nobody_closed_anything(tiny_gguf: TinyGguf) -> None:
         context = Context.open(model, ContextParams(n_ctx=256, n_batch=64))
         adapter = Adapter.open(model, tiny_gguf("lora"))
         context.set_adapters([(adapter, 1.0)])
-        sampler = SamplerChain(model.vocab, model.facts.n_vocab, SamplerParams())
+        sampler = SamplerChain(model.vocab, SamplerParams())
         owned = [each.handle.owned for each in (model, context, adapter, sampler)]
         everything: list[object] = [adapter, context, model, sampler]
         everything.append(everything)
@@ -222,14 +259,6 @@ def test_nobody_closed_anything(tiny_gguf: TinyGguf) -> None:
         del model, context, adapter, sampler, everything, each
         gc.collect()
         assert all(each.freed for each in owned)
-
-
-def _hammer(model: Model, expected: list[int], refused: list[str]) -> None:
-    try:
-        while True:
-            assert model.vocab.tokenize("some words to split") == expected
-    except HandleClosed as error:
-        refused.append(error.reason)
 
 
 def test_tokenizing_while_another_thread_closes(tiny_gguf: TinyGguf) -> None:

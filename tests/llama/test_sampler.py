@@ -14,8 +14,10 @@ from erllama.errors import (
     HandleClosed,
     InvalidContent,
     InvalidGrammar,
+    InvalidOption,
     NativeError,
     NoLogits,
+    NotSupported,
 )
 from erllama.llama import Batch, Context, Model, SamplerChain, SamplerParams, live_samplers
 
@@ -52,7 +54,7 @@ def chain(dense: Model) -> Iterator[Callable[..., SamplerChain]]:
     made: list[SamplerChain] = []
 
     def make(model: Model = dense, **params: Any) -> SamplerChain:
-        chain = SamplerChain(model.vocab, model.facts.n_vocab, SamplerParams(**params))
+        chain = SamplerChain(model.vocab, SamplerParams(**params))
         made.append(chain)
         return chain
 
@@ -126,6 +128,80 @@ def test_suppressed_tokens_are_never_chosen(
     assert chain(temperature=0, logit_bias={best: 50.0}).sample(context, 19) == second
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-30, 9e-7])
+def test_tiny_temperatures_are_greedy(
+    context: Context, chain: Callable[..., SamplerChain], temperature: float
+) -> None:
+    """Logits divided by next to nothing overflow a float, and the draw would be arbitrary."""
+    best = int(context.logits(19).argmax())
+    wide = chain(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)
+    assert [wide.sample(context, 19) for _ in range(5)] == [best] * 5
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("temperature", [-0.1, math.nan]),
+        ("top_k", [-1, 2**31]),
+        ("top_p", [-0.1, 1.1, math.nan]),
+        ("min_p", [-0.1, 1.1, math.nan]),
+        ("repetition_penalty", [-1.0, math.nan]),
+        ("penalty_last_n", [-1, 2**31]),
+        ("seed", [-1, 2**32]),
+    ],
+)
+def test_params_that_do_not_fit(chain: Callable[..., SamplerChain], name: str, values: list[float]) -> None:
+    """Numbers that llama.cpp's types do not hold, and NaN, are invalid_option."""
+    for value in values:
+        with pytest.raises(InvalidOption, match=name):
+            chain(**{name: value})
+
+
+def test_nan_is_no_bias(chain: Callable[..., SamplerChain]) -> None:
+    """A bias that is no number is refused."""
+    with pytest.raises(InvalidContent, match="NaN"):
+        chain(logit_bias={1: math.nan})
+
+
+def test_chain_of_another_model(smollm2: Model, context: Context, chain: Callable[..., SamplerChain]) -> None:
+    """A chain of a larger vocabulary would read beyond the logits."""
+    with pytest.raises(NotSupported, match="fits the model"):
+        chain(smollm2).sample(context, 19)
+
+
+def test_a_chain_that_fails_half_way_frees_its_parts(
+    dense: Model, chain: Callable[..., SamplerChain], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a later part cannot be made, grammar and chain are freed."""
+    lib = dense.lib
+    made: list[int] = []
+    freed: list[int] = []
+    address = lambda ptr: int(lib.ffi.cast("uintptr_t", ptr))  # noqa: E731  # one expression, used twice
+
+    def spy(name: str, note: Callable[[Any, tuple[Any, ...]], None]) -> None:
+        real = getattr(lib, name)
+
+        def call(*args: Any) -> Any:
+            result = real(*args)
+            note(result, args)
+            return result
+
+        monkeypatch.setattr(lib, name, call)
+
+    spy("sampler_init_grammar", lambda result, _: made.append(address(result)))
+    spy("sampler_chain_init", lambda result, _: made.append(address(result)))
+    spy("sampler_free", lambda _, args: freed.append(address(args[0])))
+
+    def fail(*_: Any) -> Any:
+        raise NativeError("out of memory", reason="oom")
+
+    monkeypatch.setattr(lib, "sampling_new", fail)
+    with pytest.raises(NativeError):
+        chain(grammar=DIGITS)
+    assert len(made) == 2
+    assert sorted(freed) == sorted(made)
+
+
 @pytest.mark.parametrize("token", [-1, 10**6])
 def test_bias_outside_the_vocabulary(chain: Callable[..., SamplerChain], token: int) -> None:
     """B14: a bias for a token that does not exist is refused."""
@@ -173,9 +249,8 @@ def test_rows_without_logits(context: Context, chain: Callable[..., SamplerChain
 
 def test_nan_is_an_error(context: Context, chain: Callable[..., SamplerChain]) -> None:
     """A model that computes no numbers gives a typed error, not a token."""
-    view = context.logits(19)
-    address = view.__array_interface__["data"][0]
-    pointer = context.lib.ffi.cast("float *", address)
+    with context.handle as native:
+        pointer = context.lib.get_logits_ith(native, 19)
     before = pointer[5]
     pointer[5] = math.nan
     try:
@@ -188,7 +263,7 @@ def test_nan_is_an_error(context: Context, chain: Callable[..., SamplerChain]) -
 def test_use_after_close(dense: Model, context: Context) -> None:
     """A closed chain raises `freed`; closing twice is nothing; the count goes back."""
     before = live_samplers()
-    sampler = SamplerChain(dense.vocab, dense.facts.n_vocab, SamplerParams(grammar=DIGITS))
+    sampler = SamplerChain(dense.vocab, SamplerParams(grammar=DIGITS))
     assert live_samplers() == before + 1
     sampler.close()
     sampler.close()
@@ -201,7 +276,7 @@ def test_use_after_close(dense: Model, context: Context) -> None:
 def test_a_chain_keeps_its_model(tiny_gguf: Callable[[str], Any]) -> None:
     """B8: a model with a living sampler closes later."""
     model = Model.open(tiny_gguf("dense"))
-    sampler = SamplerChain(model.vocab, model.facts.n_vocab, SamplerParams(grammar=DIGITS))
+    sampler = SamplerChain(model.vocab, SamplerParams(grammar=DIGITS))
     assert model.close() == "deferred"
     sampler.reset()
     sampler.close()
@@ -221,7 +296,7 @@ def test_grammar_shapes_the_text(smollm2: Model, open_context: OpenContext, gram
     )
     feed(context, ids)
     out: list[int] = []
-    with SamplerChain(smollm2.vocab, smollm2.facts.n_vocab, params) as sampler:
+    with SamplerChain(smollm2.vocab, params) as sampler:
         token = sampler.sample(context, len(ids) - 1)
         while not smollm2.vocab.is_eog(token):
             out.append(token)
@@ -308,6 +383,52 @@ def test_grammars_that_are_no_text(chain: Callable[..., SamplerChain], grammar: 
     """Empty text, NUL bytes, lone surrogates and megabytes are invalid_grammar."""
     with pytest.raises(InvalidGrammar):
         chain(grammar=grammar)
+
+
+def rules(n: int, shape: str) -> str:
+    """A grammar of `n` rules, each of which is `shape` with the next one's name in place of NEXT."""
+    lines = [f"r{i} ::= " + shape.replace("NEXT", f"r{i + 1}") for i in range(n)]
+    return "\n".join(["root ::= r0", *lines, f'r{n} ::= "a"', ""])
+
+
+@pytest.mark.parametrize(
+    ("n", "shape"),
+    [
+        (2_500, "NEXT"),
+        (90_000, "NEXT"),  # 1.6 MB of text: a chain that overflows the stack of llama.cpp's recursion
+        (90_000, '"x" | NEXT'),
+        (40_000, '"x"? NEXT'),  # through an item that may be empty
+        (60, "NEXT | NEXT"),  # 2^60 ways down, each of which llama.cpp takes
+        (60, '"x"? NEXT | "y"? NEXT'),
+    ],
+)
+def test_rules_that_begin_with_rules(chain: Callable[..., SamplerChain], n: int, shape: str) -> None:
+    """llama.cpp recurses into what a rule begins with: too deep or too often is refused, not died of."""
+    with pytest.raises(InvalidGrammar, match="begins with too many others") as caught:
+        chain(grammar=rules(n, shape))
+    assert isinstance(caught.value.detail, dict)
+    assert 1 <= caught.value.detail["line"] <= n + 2
+
+
+@pytest.mark.parametrize(
+    ("n", "shape"),
+    [
+        (1_500, "NEXT"),
+        (30_000, '"x" NEXT'),
+        (15, "NEXT | NEXT"),
+        (1_000, '"x" | NEXT'),
+        (3_000, '"x" | "y" NEXT'),
+    ],
+)
+def test_long_grammars_are_fine(chain: Callable[..., SamplerChain], n: int, shape: str) -> None:
+    """Many rules, and long chains that begin with text, are taken."""
+    chain(grammar=rules(n, shape))
+
+
+def test_more_rules_than_anybody_needs(chain: Callable[..., SamplerChain]) -> None:
+    """The number of rules is bounded too."""
+    with pytest.raises(InvalidGrammar, match="more than 100000 rules"):
+        chain(grammar=rules(110_000, '"x" NEXT'))
 
 
 def test_left_recursion_is_refused(chain: Callable[..., SamplerChain]) -> None:

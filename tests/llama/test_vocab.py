@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from erllama.errors import InvalidContent, NotSupported
-from erllama.llama import vocab as vocab_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,7 +129,7 @@ def test_missing_special_tokens(
     monkeypatch.setattr(vocab, "add_eos", True)
     monkeypatch.setattr(vocab, special, None)
     if special == "sep":
-        monkeypatch.setattr(vocab, "type", vocab_module.TYPE_WPM)
+        monkeypatch.setattr(vocab, "is_wpm", True)
     with pytest.raises(NotSupported, match="special tokens"):
         vocab.tokenize("x")
 
@@ -141,3 +140,24 @@ def test_tiny_vocabularies(tiny: Callable[[str], Model]) -> None:
         vocab = tiny(kind).vocab
         ids = vocab.tokenize("hello there", add_special=False)
         assert vocab.detokenize(ids).strip() == b"hello there"
+
+
+@pytest.mark.parametrize(
+    "ids", [[1.9, 2.9], ["12"], [2**70], [True], [[1, 2]], [1, [2]], [None], 5, "12"], ids=str
+)
+def test_what_is_no_id(smollm2: Model, ids: Any) -> None:
+    """B14: nothing is rounded, parsed or flattened silently, and no number is too large to say so."""
+    with pytest.raises(InvalidContent):
+        smollm2.vocab.detokenize(ids)
+
+
+@pytest.mark.parametrize("ids", [[], (), range(3), np.arange(3, dtype=np.uint8), [np.int64(1)]], ids=str)
+def test_what_is_one(smollm2: Model, ids: Any) -> None:
+    """Any flat sequence of integers will do, an empty one too."""
+    assert smollm2.vocab.checked(ids).tolist() == [int(i) for i in ids]
+
+
+def test_token_bound_of_detokenize(smollm2: Model) -> None:
+    """B17: more than 16 M ids are refused before anything is allocated for them."""
+    with pytest.raises(InvalidContent, match="the most is 16777216"):
+        smollm2.vocab.detokenize(np.full(2**24 + 1, 20, np.int32))

@@ -12,6 +12,7 @@ import trio.testing
 
 import erllama
 from erllama import ContextOptions, Done, Token, TokenId
+from erllama.engine.permit import PROCESS_PERMIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -340,6 +341,19 @@ async def test_text_and_tokens_round_trip(smollm2_path: Path) -> None:
             tokens = model.tokenize(text, add_special=False)
             assert model.detokenize(tokens) == text
             assert await model.tokenize_async(text, add_special=False) == tokens
+
+
+async def test_a_model_waiting_for_the_permit_can_be_cancelled_and_unloaded(
+    tiny_gguf: Callable[[str], Path],
+) -> None:
+    """R9: somebody else computing without end holds up neither a cancel nor an unload."""
+    async with erllama.open_engine() as engine:
+        model = await engine.load_model(tiny_gguf("dense"))
+        with PROCESS_PERMIT.ticket().held(1000), trio.fail_after(5):
+            with trio.move_on_after(0.2) as scope:
+                await model.complete("hello", max_tokens=3)
+            assert scope.cancelled_caught
+            await model.unload()
 
 
 async def test_a_hopeless_prompt_is_refused_before_it_is_tokenised(smollm2_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Requests by the hundred over one warm cache: whatever happens around it, an answer is right (X2, X3, X10)."""
+"""Requests by the hundred over one warm cache: whatever happens, an answer is right (X2, X3, X10)."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import pytest
@@ -68,13 +69,13 @@ async def test_a_conversation_edited_in_the_middle_computes_the_changed_tail() -
     """P7: turn 5 of 10 changed, live and from RAM."""
     async with served() as (_, model):
         turns = [text(200, i + 1) for i in range(10)]
-        await model.complete(sum(turns, []), max_tokens=1)
+        await model.complete(list(chain(*turns)), max_tokens=1)
         for live in (True, False):
             if not live:
                 await model.complete(text(100, 99), max_tokens=1)
             edited = [*turns[:4], text(150, 50 + live), *turns[5:]]
             before = model.statistics().n_prefill_tokens
-            await model.complete(sum(edited, []), max_tokens=1)
+            await model.complete(list(chain(*edited)), max_tokens=1)
             assert model.statistics().n_prefill_tokens - before <= 150 + 5 * 200 + 1
 
 

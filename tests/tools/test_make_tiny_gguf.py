@@ -39,7 +39,7 @@ def _generate(path, prompt: str, n_tokens: int) -> tuple[str, list[int]]:
         params = llama.ContextParams(n_ctx=512, n_batch=512, n_seq_max=2)
         with (
             llama.Context.open(model, params) as context,
-            llama.SamplerChain(model.vocab, model.facts.n_vocab, greedy) as chain,
+            llama.SamplerChain(model.vocab, greedy) as chain,
         ):
             batch = llama.Batch(512, 2)
             tokens, pos, ids = model.vocab.tokenize(prompt, add_special=True, parse_special=True), 0, []

@@ -14,5 +14,3 @@ void llama_backend_init(void);
 const char *llama_version(void);
 const char *llama_print_system_info(void);
 size_t llama_max_devices(void);
-size_t llama_max_parallel_sequences(void);
-bool llama_supports_gpu_offload(void);

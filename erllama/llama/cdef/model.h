@@ -11,8 +11,6 @@ int32_t llama_model_n_layer(const struct llama_model *model);
 int32_t llama_model_n_head(const struct llama_model *model);
 int32_t llama_model_n_head_kv(const struct llama_model *model);
 int32_t llama_model_n_swa(const struct llama_model *model);
-enum llama_rope_type llama_model_rope_type(const struct llama_model *model);
-float llama_model_rope_freq_scale_train(const struct llama_model *model);
 uint32_t llama_model_n_cls_out(const struct llama_model *model);
 
 int32_t llama_model_meta_count(const struct llama_model *model);

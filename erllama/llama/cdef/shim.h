@@ -53,6 +53,10 @@ struct el_grammar_fault {
     char message[512];
 };
 
+struct el_gguf_fault {
+    char message[256];
+};
+
 /* Test hook: throws bad_alloc for 1, runtime_error for 2, an int for 3. */
 void shim_test_throw(int32_t kind);
 
@@ -68,7 +72,7 @@ bool shim_log_wait(struct el_log_line *line, int32_t timeout_ms);
 void shim_capture_begin(void);
 int32_t shim_capture_end(char *buf, int32_t size);
 
-int64_t shim_gguf_duplicate_token(const char *path);
+bool shim_gguf_check(const char *path, bool vocab_only, struct el_gguf_fault *fault);
 struct llama_model *shim_model_load(const char *path, struct llama_model_params params, struct el_load_progress *progress);
 void shim_context_set_abort(struct llama_context *ctx, struct el_abort *state);
 void shim_context_memory_use(const struct llama_context *ctx, struct el_memory_use *out);

@@ -59,28 +59,9 @@ enum llama_vocab_type {
     LLAMA_VOCAB_TYPE_PLAMO2 = 6
 };
 
-enum llama_token_attr {
-    LLAMA_TOKEN_ATTR_UNDEFINED = 0,
-    LLAMA_TOKEN_ATTR_UNKNOWN = 1,
-    LLAMA_TOKEN_ATTR_UNUSED = 2,
-    LLAMA_TOKEN_ATTR_NORMAL = 4,
-    LLAMA_TOKEN_ATTR_CONTROL = 8,
-    LLAMA_TOKEN_ATTR_USER_DEFINED = 16,
-    LLAMA_TOKEN_ATTR_BYTE = 32
-};
-
 enum llama_ftype {
     LLAMA_FTYPE_ALL_F32 = 0,
     LLAMA_FTYPE_MOSTLY_F16 = 1
-};
-
-enum llama_rope_type {
-    LLAMA_ROPE_TYPE_NONE = -1,
-    LLAMA_ROPE_TYPE_NORM = 0,
-    LLAMA_ROPE_TYPE_NEOX = 2,
-    LLAMA_ROPE_TYPE_MROPE = 8,
-    LLAMA_ROPE_TYPE_VISION = 24,
-    LLAMA_ROPE_TYPE_IMROPE = 40
 };
 
 enum llama_rope_scaling_type {
