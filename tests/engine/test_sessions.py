@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+import trio
 
 from erllama.backend import BackendFacts
 from erllama.engine.admission import Lanes
@@ -18,7 +19,7 @@ from erllama.engine.sessions import goes_on, history_of
 from erllama.engine.stream import EventBuffer
 from erllama.errors import NoSession, TranscriptMismatch
 from erllama.options import GenerationOptions
-from erllama.types import Request
+from erllama.types import Request, TokenId
 
 _ids = itertools.count(1)
 
@@ -211,15 +212,16 @@ def test_a_continuation_goes_on_whoever_has_more():
     assert (request.n_kv, request.hit_kind, request.continues) == (20, "continuation", True)
 
 
-def test_a_parked_turn_holds_nothing():
+async def test_a_parked_turn_holds_nothing():
     """Its place goes to who waits, so the slot is nobody's, and its session is busy all the same."""
     lane = lanes(1)
     request = admit(lane, seq(A, "a"))
     request.restored(0.0)
     request.computed(19, 0.0)
-    request.buffer.lagging_since = 0.0
+    while request.buffer.has_room:
+        request.buffer.put_nowait(TokenId(1, request.request))
     lane.waiting.append(seq(B))
-    assert lane.park_lagging(10_000.0, Pace()) is request
+    assert lane.park_lagging(trio.current_time() + 10_000, Pace()) is request
     assert (lane.n_pinned, lane.pin("a")) == (0, None)
     assert lane.admit_next(10_000.0).ledger == B
 
