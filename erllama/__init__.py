@@ -58,9 +58,12 @@ if TYPE_CHECKING:
     from .runtime.model import Model as Model
     from .runtime.model import collect as collect
     from .types import CacheDelta as CacheDelta
+    from .types import CacheHit as CacheHit
     from .types import Completion as Completion
     from .types import Done as Done
     from .types import Event as Event
+    from .types import Miss as Miss
+    from .types import Prefilled as Prefilled
     from .types import Request as Request
     from .types import Stats as Stats
     from .types import Token as Token
@@ -121,9 +124,12 @@ _MODULES = {
     ),
     "types": (
         "CacheDelta",
+        "CacheHit",
         "Completion",
         "Done",
         "Event",
+        "Miss",
+        "Prefilled",
         "Request",
         "Stats",
         "Token",

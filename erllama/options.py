@@ -61,6 +61,13 @@ def logit_biases(value: object) -> dict[int, float]:
     return biases
 
 
+def binary(value: object) -> bytes:
+    """Any bytes."""
+    if not isinstance(value, (bytes, bytearray)):
+        raise Rejected("bytes")
+    return bytes(value)
+
+
 def sequence(value: object) -> tuple[object, ...]:
     """Any sequence but text."""
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
@@ -192,6 +199,8 @@ class GenerationOptions:
     on_full: Literal["block", "error"] = option(default="block", check=choice("block", "error"))
     cache: Literal["on", "read", "off"] = option(default="on", check=choice("on", "read", "off"))
     session_id: Hashable = option(default=None, check=hashable)
+    parent_key: bytes | None = option(default=None, check=optional(binary))
+    prefix_checkpoint_len: int | None = option(default=None, check=optional(integer(1)))
 
 
 @options

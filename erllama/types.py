@@ -8,6 +8,16 @@ from typing import Literal
 
 HitKind = Literal["exact", "partial", "cold", "sticky", "continuation"]
 FinishReason = Literal["stop", "length", "cancelled"]
+MissReason = Literal[
+    "cache_off",  # the request said so
+    "not_cached",  # this model's memory cannot be kept
+    "restore_failed",  # more is stored than could be brought back
+    "evicted",  # it was stored, and had to make room
+    "differs_at",  # what is kept goes on differently
+    "ends_at",  # nothing that is kept goes on like the prompt
+    "below_gate",  # nothing is kept, and the prompt is too short to be
+    "nothing_stored",  # nothing that begins like the prompt is kept
+]
 
 
 class MemoryKind(enum.Enum):
@@ -70,6 +80,49 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Miss:
+    """Why not more of a prompt was reused. `str()` of it is a sentence.
+
+    `index`: the first token that had to be computed for that reason. With "differs_at", `stored` and
+    `asked` are the texts around the first token that differs, as it is kept and as it was asked.
+    """
+
+    reason: MissReason
+    message: str
+    index: int = 0
+    stored: str = ""
+    asked: str = ""
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheHit:
+    """How a request was admitted, and how many tokens at its beginning were reused."""
+
+    kind: HitKind
+    n_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefilled:
+    """The outcome of `prefill_only`: the prompt is in memory, and nothing was sampled.
+
+    `finish_key` names the stored history; None where it is too short for the policy and not stored.
+    """
+
+    context_tokens: list[int]
+    committed_tokens: int
+    finish_key: bytes | None = None
+    cache_hit_kind: HitKind = "cold"
+    cache_source: str | None = None
+    cache_delta: CacheDelta = field(default_factory=CacheDelta)
+    miss: Miss | None = None
+    stats: Stats = field(default_factory=Stats)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """The outcome of one request.
 
@@ -89,7 +142,7 @@ class Completion:
     cache_hit_kind: HitKind = "cold"
     cache_source: str | None = None
     cache_delta: CacheDelta = field(default_factory=CacheDelta)
-    miss: str | None = None
+    miss: Miss | None = None
     stats: Stats = field(default_factory=Stats)
 
 

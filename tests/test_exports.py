@@ -12,11 +12,10 @@ PUBLIC = {
     # engine and model
     "open_engine", "collect", "Engine", "Model", "ModelInfo", "RequestInfo",
     # options
-    "ContextOptions", "EngineConfig", "ModelOptions",
-    # cache
-    "DiskTier", "RamFileTier", "RamTier", "SavePolicy",
+    "ContextOptions", "DiskTier", "EngineConfig", "ModelOptions", "RamFileTier", "RamTier", "SavePolicy",
     # results and events
-    "CacheDelta", "Completion", "Done", "Event", "Request", "Stats", "Token", "TokenId", "TokenLogprob",
+    "CacheDelta", "CacheHit", "Completion", "Done", "Event", "Miss", "Prefilled", "Request", "Stats", "Token",
+    "TokenId", "TokenLogprob",
     # errors
     "ErllamaError", "RequestError", "Overloaded", "EngineError",
     "AlreadyLoaded", "BatchOverflow", "ContextOverflow", "DecodeAborted", "DecodeFailed", "DecodeTimeout",

@@ -93,6 +93,8 @@ FIELDS = [
     (GenerationOptions, "on_full", ["block", "error"], ["drop", None]),
     (GenerationOptions, "cache", ["on", "read", "off"], [True, "write", None]),
     (GenerationOptions, "session_id", [None, "s", 7, ("a", 1)], [[], {}]),
+    (GenerationOptions, "parent_key", [None, b"", bytes(32)], ["key", 7, [0]]),
+    (GenerationOptions, "prefix_checkpoint_len", [None, 1, 600], [0, -1, True, 1.5]),
     (EngineConfig, "stream_buffer_events", [4, 256], [3, 0, None, INF]),
     (EngineConfig, "tiers", [(), []], ["disk", b"disk", 1, None]),
     (EngineConfig, "ram_max_bytes", [0, 1 << 40], [-1, None, 1.5]),
@@ -234,6 +236,8 @@ DEFAULTS = {
         "on_full": "block",
         "cache": "on",
         "session_id": None,
+        "parent_key": None,
+        "prefix_checkpoint_len": None,
     },
     EngineConfig: {
         "stream_buffer_events": 256,

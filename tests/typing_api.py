@@ -9,13 +9,16 @@ from typing import assert_type
 
 import erllama
 from erllama import (
+    CacheHit,
     Completion,
     ContextOptions,
     Done,
     Engine,
+    Miss,
     Model,
     ModelInfo,
     ModelOptions,
+    Prefilled,
     RequestInfo,
     Stats,
     Token,
@@ -66,6 +69,24 @@ async def generating(model: Model) -> None:
         assert_type(await erllama.collect(events), Completion)
 
 
+async def keeping(model: Model) -> None:
+    """Sessions, pins, and what is there."""
+    ready = await model.prefill_only("Once", session_id=("a", 1), parent_key=None, on_full="error")
+    assert_type(ready, Prefilled)
+    assert_type(ready.finish_key, bytes | None)
+    more = await model.continue_([1], session_id=("a", 1), expect_committed=ready.context_tokens, seed=1)
+    assert_type(more, Completion)
+    assert_type(more.miss, Miss | None)
+    async with model.continue_stream("x", session_id=1, stop="\n") as events:
+        assert_type(await erllama.collect(events), Completion)
+    await model.end_session(1)
+    assert_type(await model.pin("Once", ttl_s=1.0), int)
+    assert_type(await model.unpin("Once"), bool)
+    assert_type(model.cached_prefix_len([1, 2]), int)
+    assert_type(model.last_cache_hit(), CacheHit | None)
+    assert_type(model.info().pinned_idle_seqs, int)
+
+
 def tokens(model: Model) -> None:
     """Text to ids and back."""
     assert_type(model.tokenize("text", add_special=False), list[int])
@@ -83,5 +104,6 @@ async def mistakes(model: Model) -> None:
     """What the checker refuses. An ignore that is not needed is an error, so these lines are tests."""
     await model.complete("x", temprature=0.0)  # type: ignore[call-arg]
     await model.complete("x", max_tokens="8")  # type: ignore[arg-type]
+    await model.continue_("x", session_id=1, parent_key=b"")  # type: ignore[call-arg]
     ContextOptions(flash_attn="maybe")  # type: ignore[arg-type]
     ModelOptions(n_gpu_layer=1)  # type: ignore[call-arg]

@@ -64,7 +64,12 @@ MEANINGS: dict[type, dict[str, str]] = {
         "logit_bias": "token id → number added to its logit; `-math.inf` forbids it",
         "logprobs": "report the log-probability of each token and of this many alternatives",
         "cache": '`"on"`; `"read"`: reuse, but keep nothing of this request; `"off"`: neither',
-        "session_id": "a name for the request's sequence; a second request under it raises `StickyBusy`",
+        "session_id": "whose turn this is; its sequence is held for the next turn. A second request while "
+        "one is in flight raises `StickyBusy`",
+        "parent_key": "the `finish_key` this prompt goes on from; a hint, worth a short wait while that is "
+        "being saved",
+        "prefix_checkpoint_len": "where the prompt's head (system and tools) ends: what is stored up to "
+        "there is pinned",
         "on_full": "when every sequence is busy: wait in line, or raise `SeqCapacity`",
     },
     options.EngineConfig: {

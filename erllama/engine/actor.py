@@ -31,17 +31,21 @@ from erllama.errors import (
     ErllamaError,
     NoLogits,
     NotLoaded,
+    NotSupported,
     SeqCapacity,
     StickyBusy,
 )
 
 from .admission import Lanes
+from .hits import HitBook
 from .model_thread import ModelThread
 from .pace import Pace
+from .parent_hint import ParentHint
 from .planner import PIECE, Limits, Share, lacks_cells, plan_step
 from .resident import Resident
 from .resume import Resumer
 from .saver import Saver
+from .sessions import history_of
 from .state import Phase
 
 if TYPE_CHECKING:
@@ -78,7 +82,8 @@ class ActorStatistics:
     n_prefilling: int
     n_decoding: int
     n_slots: int
-    n_available: int
+    n_available: int  # slots that are neither running nor held for a session
+    n_pinned_idle: int  # slots held for sessions that have no turn in flight
 
 
 class Actor:
@@ -99,11 +104,18 @@ class Actor:
         self._options = options
         self._lanes = Lanes(facts, self._save)
         self._thread = ModelThread(backend, runner, self._lanes.take_ops)
-        self._cache = cache
-        self._saver = self._resumer = None
+        self.cache = cache  # whose KV this is, and where it is kept
+        self._saver = self._resumer = self._hint = None
         if cache is not None and facts.ranges:
             self._saver = Saver(cache, self._lanes, self._thread, self.wake)
             self._resumer = Resumer(cache, self._lanes, self._thread)
+            self._hint = ParentHint(cache, self._saver)
+        self.hits = HitBook(
+            cache,
+            None if self._saver is None else self._saver.saved_names,
+            getattr(backend, "piece", lambda _: b""),
+            can_keep=facts.ranges,
+        )
         self._pace = Pace()
         self._in_flight: list[Sequence] = []
         self._aborting = False
@@ -174,8 +186,35 @@ class Actor:
         hit = self._of_session(session_id)
         for seq in hit:
             seq.buffer.end(EngineReset(f"session {session_id!r} was reset"))
+            seq.leaves_nothing = True
             self.cancel(seq)
         return hit
+
+    def end_session(self, session_id: Hashable, *, keep_cells: bool = True) -> bool:
+        """Give the session's sequence up, at once or when its turn ends; False if it had none.
+
+        `keep_cells`: what is in memory may still be shared until the room is needed.
+        """
+        for seq in [s for s in self.sequences() if s.options.session_id == session_id]:
+            seq.pins, seq.leaves_nothing = False, seq.leaves_nothing or not keep_cells
+        ended = self._lanes.forget_session(session_id, keep_cells=keep_cells)
+        self.wake()
+        return ended
+
+    def history(self, session_id: Hashable, expected: list[int] | None) -> list[int]:
+        """What a continuation of the session goes on from.
+
+        Raises: `NotSupported`, `StickyBusy`, `NoSession`, `TranscriptMismatch`.
+        """
+        if not self.facts.ranges:
+            raise NotSupported(f"the memory of {self.model_id!r} cannot be cut, so no session is held")
+        if self._of_session(session_id):
+            raise StickyBusy(f"session {session_id!r} already has a request in flight; wait for its end")
+        return history_of(self._lanes.pin(session_id), session_id, expected)
+
+    def n_live(self, tokens: list[int]) -> int:
+        """How many of `tokens`, from the first on, some sequence holds in memory."""
+        return self._lanes.n_live(tokens)
 
     def _of_session(self, session_id: Hashable) -> list[Sequence]:
         return [s for s in self.sequences() if s.options.session_id == session_id and not s.cancelled]
@@ -195,7 +234,8 @@ class Actor:
             n_prefilling=sum(s.phase in (Phase.RESTORE, Phase.PREFILL) for s in running),
             n_decoding=sum(s.phase is Phase.DECODE for s in running),
             n_slots=self._lanes.n_slots,
-            n_available=self._lanes.n_available,
+            n_available=self._lanes.n_available - self._lanes.n_pinned,
+            n_pinned_idle=self._lanes.n_pinned_idle,
         )
 
     @property
@@ -265,6 +305,7 @@ class Actor:
     async def _turn(self) -> None:
         self._wakeup = trio.Event()
         self._sweep()
+        self._lanes.drop_unwanted()
         self._lanes.unpark()
         now = trio.current_time()
         while True:
@@ -288,25 +329,47 @@ class Actor:
 
     def _start_restore(self, seq: Sequence) -> None:
         # What an older sequence has or is computing is taken from there; the store is read once for all.
-        if self._resumer is None or seq.options.cache == "off" or not self._resumer.has_more(seq):
-            seq.restored(trio.current_time())
+        if self._needs_store(seq):
+            self._nursery.start_soon(self._restore, seq, seq.n_admitted)
         else:
-            self._nursery.start_soon(self._restore, self._resumer, seq, seq.n_admitted)
+            self._restored(seq)
 
-    async def _restore(self, resumer: Resumer, seq: Sequence, stay: int) -> None:
+    def _needs_store(self, seq: Sequence) -> bool:
+        if self._resumer is None or self._hint is None or seq.options.cache == "off":
+            return False
+        if seq.continues and seq.times.restored is None:
+            return False  # it goes on from what its session holds, whatever else there is
+        return self._hint.is_pending(seq) or self._resumer.has_more(seq)
+
+    async def _restore(self, seq: Sequence, stay: int) -> None:
+        assert self._resumer is not None
+        assert self._hint is not None
+
+        def waits() -> bool:
+            return seq.phase is Phase.RESTORE and seq.n_admitted == stay
+
         try:
-            await resumer.restore(seq, stay)
+            if self._hint.is_pending(seq):
+                await self._hint.wait(seq)
+            if waits():
+                await self._resumer.restore(seq, stay)
         finally:
-            if seq.phase is Phase.RESTORE and seq.n_admitted == stay:
-                seq.restored(trio.current_time())
+            if waits():
+                self._restored(seq)
                 self.wake()
+
+    def _restored(self, seq: Sequence) -> None:
+        self.hits.admitted(seq)
+        seq.restored(trio.current_time())
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End with Done; what was computed stays in its cells and goes to the store."""
         resident = None
-        if seq.has_slot and seq.options.cache == "on":
+        if seq.has_slot:
+            self.hits.ending(seq)
+        if seq.has_slot and seq.options.cache == "on" and not seq.leaves_nothing:
             self._save(seq)
-            resident = Resident.of(seq, trio.current_time())
+            resident = Resident.of(seq, trio.current_time(), pinned=seq.pins)
         self._lanes.release(seq.finish(reason, trio.current_time()), resident)
 
     def _park(self, now: float) -> bool:
@@ -435,6 +498,9 @@ class Actor:
                 self._saver.plan_blocks(seq)
             if seq.cancelled or not share.sampled:
                 continue
+            if not seq.purpose.samples:
+                self._finish(seq, "stop")
+                continue
             if sampled is None:
                 sampled = NoLogits(f"the backend of {self.model_id!r} sampled nothing for {seq.request}")
             if isinstance(sampled, ErllamaError):
@@ -527,10 +593,10 @@ class Actor:
         await self._thread.rebuild()
 
     def _start_over(self, seq: Sequence) -> None:
-        if not seq.unproven or self._cache is None:
+        if not seq.unproven or self.cache is None:
             return
         for name in seq.unproven:
-            self._cache.store.quarantine(name, "a decode failed right behind it")
+            self.cache.store.quarantine(name, "a decode failed right behind it")
         if not seq.retried and not seq.cancelled:
             seq.retried = True
             self._lanes.release(seq.preempt())

@@ -7,10 +7,11 @@ decoding, never by `max_tokens`, and shared ones once.
 
 Where memory allows it (`ranges`), a sequence that is over stays in its cells as a *resident* until somebody
 needs the room, and whoever comes with the same beginning shares it: with residents and with sequences
-that still run. When room runs out, residents go first, the longest unused one before others; then the
-youngest running sequence gives up its slot and waits again: it is saved and leaves a resident like everybody
-else, which goes when the save is done. A sequence whose reader lags for long is parked when somebody waits
-for its place, and queued again when it has been read.
+that still run. A session's next turn takes its pinned resident over, slot and all (see `sessions`). When room
+runs out, residents go first, the longest unused one before others and pins last; then the youngest running
+sequence gives up its slot and waits again: it is saved and leaves a resident like everybody else, which goes
+when the save is done. A sequence whose reader lags for long is parked when somebody waits for its place,
+and queued again when it has been read.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ import numpy as np
 from .cells import Cells, n_distinct
 from .memory_ops import Cut, MemoryOp, Share
 from .node_path import NodePath
+from .purpose import Purpose
 from .resident import Resident, n_common
+from .sessions import admitted_as, by_worth, goes_on, pin_of, sessions_waiting
 from .state import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Hashable, Iterator
 
     from erllama.backend import BackendFacts
 
@@ -118,17 +121,36 @@ class Lanes:
         return sum(map(_need, known)) <= self._n_cells or (not self.waiting and self.can_admit(seq))
 
     def admit_next(self, now: float) -> Sequence | None:
-        """Give the head of the queue a slot if it fits; strictly first come, first served."""
+        """Give the head of the queue a slot if it fits; first come, first served.
+
+        Only where no slot can be had but those of sessions that wait behind it, one of these goes first.
+        """
         if not self.waiting or not self.can_admit(self.waiting[0]):
             return None
-        seq = self.waiting[0]
+        head = self.waiting[0]
+        if self._try_admit(head, now):
+            return head
+        if not self.n_pinned:
+            return None
+        for seq in [s for s in self.waiting if s is not head and self._pin_for(s) is not None]:
+            pin = self._continued_pin(seq, self._best_source(seq)[1])
+            if pin is None:  # its session's slot is free for who comes first
+                return head if self._try_admit(head, now) else None
+            if self.can_admit(seq) and self._resume_pin(seq, pin, now):
+                return seq
+        return None
+
+    def _try_admit(self, seq: Sequence, now: float) -> bool:
         source, n = self._best_source(seq)
+        if (pin := self._continued_pin(seq, n)) is not None:
+            return self._resume_pin(seq, pin, now)
         slot = self._take_slot(source)
         if slot is None:
-            return None  # every free slot is still being saved
-        self.waiting.popleft()
+            return False  # every free slot is still being saved, or a waiting session's
+        self.waiting.remove(seq)
         shared, path = Cells(), NodePath()
         if source is not None:
+            seq.evidence.saw(n, source.ledger, source.n_kv)
             shared.adopt(source.cells, n)
             path = source.path.up_to(n)
             self._ops.append(Cut(slot, n) if slot == source.slot else Share(source.slot, slot, 0, n))
@@ -139,7 +161,86 @@ class Lanes:
         seq.admit(slot, now, shared, path)
         if source is not None:
             seq.unproven |= source.unproven
-        return seq
+        return True
+
+    # --- sessions ---
+
+    @property
+    def n_pinned(self) -> int:
+        """Slots held for sessions."""
+        return sum(r.session_id is not None for r in self.residents.values())
+
+    @property
+    def n_pinned_idle(self) -> int:
+        """Those whose session has no turn waiting: they may be taken back."""
+        waiting = sessions_waiting(self.waiting)
+        return sum(r.session_id is not None and r.session_id not in waiting for r in self.residents.values())
+
+    def pin(self, session_id: Hashable) -> Resident | None:
+        """The session's pin."""
+        return pin_of(self.residents.values(), session_id)
+
+    def _pin_for(self, seq: Sequence) -> Resident | None:
+        """What a turn may take over. One that keeps nothing leaves its session as it is."""
+        return self.pin(seq.options.session_id) if seq.options.cache == "on" else None
+
+    def _continued_pin(self, seq: Sequence, n_elsewhere: int) -> Resident | None:
+        """The pin that `seq` goes on from. If it does not, or others hold more of it, the pin is ended."""
+        pin = self._pin_for(seq)
+        if pin is None:
+            return None
+        n = self._n_shared(seq, pin)
+        if goes_on(pin, seq, n) and (n >= n_elsewhere or seq.purpose is Purpose.CONTINUE):
+            return pin
+        pin.session_id = None
+        return None
+
+    def _resume_pin(self, seq: Sequence, pin: Resident, now: float) -> bool:
+        """Let `seq` run on where its session's last turn ended."""
+        slot, n = pin.slot, self._n_shared(seq, pin)
+        if n < pin.n_kv:
+            if self.reading[slot]:
+                return False  # what will be cut off is still being saved
+            self.generation[slot] += 1
+        self.waiting.remove(seq)
+        seq.evidence.saw(n, pin.ledger, pin.n_kv)
+        shared = Cells()
+        shared.adopt(pin.cells, n)
+        self._ops.append(Cut(slot, n))
+        del self.residents[slot]
+        self.running[slot] = seq
+        seq.admit(slot, now, shared, pin.path.up_to(n), kind=admitted_as(seq))
+        seq.unproven |= pin.unproven
+        return True
+
+    def n_live(self, tokens: list[int]) -> int:
+        """How many of `tokens`, from the first on, some sequence holds."""
+        if not self._ranges:
+            return 0
+        return max(
+            (
+                n_common(tokens, np.asarray(h.ledger[: h.n_kv], np.int32))
+                for h in self._holders()
+                if h.shareable
+            ),
+            default=0,
+        )
+
+    def forget_session(self, session_id: Hashable, *, keep_cells: bool) -> bool:
+        """End a session's pin; False if there was none. `keep_cells`: others may still share them.
+
+        Memory stays as it is until `drop_unwanted`, so this may be called while a step runs.
+        """
+        pin = self.pin(session_id)
+        if pin is None:
+            return False
+        pin.session_id, pin.unwanted = None, not keep_cells
+        return True
+
+    def drop_unwanted(self) -> None:
+        """Free the cells of sessions that were reset."""
+        for resident in [r for r in self.residents.values() if r.unwanted]:
+            self._forget(resident)
 
     def _best_source(self, seq: Sequence) -> tuple[Resident | Sequence | None, int]:
         """Who holds the longest beginning of `seq`, and how much of it; its last token is always computed."""
@@ -164,6 +265,7 @@ class Lanes:
             if leader is None:
                 continue
             if (end := min(n, leader.n_kv)) > seq.n_kv:
+                seq.evidence.saw(n, leader.ledger, leader.n_tokens)
                 self._share(leader, seq, end, now)
             if n > seq.n_kv and seq.phase is Phase.PREFILL and _leads(leader, seq):
                 waiting.add(seq)
@@ -175,6 +277,7 @@ class Lanes:
         for seq in filling:
             for resident in self._left:
                 if (n := self._n_shared(seq, resident)) > seq.n_kv:
+                    seq.evidence.saw(n, resident.ledger, resident.n_kv)
                     self._share(resident, seq, n, now)
         if all(s.phase is not Phase.RESTORE for s in self.running.values()):
             self._left.clear()
@@ -215,16 +318,18 @@ class Lanes:
         return n_common(seq.ledger[:n], np.asarray(holder.ledger[:n], np.int32))
 
     def _take_slot(self, source: Resident | Sequence | None) -> int | None:
-        """An empty slot, else the longest unused resident's, the source's own only as the last."""
+        """An empty slot, else the least worthy resident's; the source's own is given as it is."""
         if self._empty:
             return heapq.heappop(self._empty)
-        free = [r for r in self.residents.values() if not self.reading[r.slot]]
-        others = [r for r in free if r is not source]
-        if others:
-            victim = min(others, key=lambda r: r.last_used)
-            self._forget(victim)
-            return heapq.heappop(self._empty)
-        return source.slot if source in free and source is not None else None
+        waiting = sessions_waiting(self.waiting)
+        free = [
+            r for r in self.residents.values() if not self.reading[r.slot] and r.session_id not in waiting
+        ]
+        victim = min(free, key=by_worth(waiting, source), default=None)
+        if victim is None or victim is source:
+            return None if victim is None else victim.slot
+        self._forget(victim)
+        return heapq.heappop(self._empty)
 
     # --- giving up ---
 
@@ -239,6 +344,7 @@ class Lanes:
         gone = self.running.pop(slot).arrival
         self._alike = {pair: n for pair, n in self._alike.items() if gone not in pair}
         if resident is not None and self._ranges and resident.n_kv:
+            self.forget_session(resident.session_id, keep_cells=True)  # one pin per session
             self.residents[slot] = resident
             self._left.append(resident)
             self._ops.append(Cut(slot, resident.n_kv))
@@ -266,13 +372,13 @@ class Lanes:
         return any(self.reading[slot] for slot in self.residents)
 
     def drop_resident(self, *, unsaved: bool = False) -> bool:
-        """Free the cells of the longest unused resident; False if there is none.
+        """Free the cells of the least worthy resident; False if there is none.
 
         One that is still being saved stays, unless `unsaved`.
         """
         idle = [r for r in self.residents.values() if unsaved or not self.reading[r.slot]]
         if idle:
-            self._forget(min(idle, key=lambda r: r.last_used))
+            self._forget(min(idle, key=by_worth(sessions_waiting(self.waiting))))
         return bool(idle)
 
     def preempt_youngest(self, now: float) -> Sequence | None:

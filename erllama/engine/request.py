@@ -15,6 +15,7 @@ from erllama.errors import ContextOverflow, InvalidContent
 from erllama.types import Done, Event, Request
 
 from .home import current_home, require_home
+from .purpose import Purpose
 from .sampling import PlainSampler, resolve_sampling
 from .sequence import Sequence
 from .stream import EventBuffer
@@ -70,26 +71,42 @@ class EventStream:
 
 @asynccontextmanager
 async def open_stream(
-    handle: Handle, prompt: list[int], options: GenerationOptions, buffer_events: int
+    handle: Handle,
+    prompt: list[int] | Callable[[], list[int]],
+    options: GenerationOptions,
+    buffer_events: int,
+    purpose: Purpose = Purpose.ANSWER,
 ) -> AsyncIterator[EventStream]:
     """A request for the block. Leaving it cancels what is still running and delivers nothing more.
 
+    `prompt` may be a function; it is called again right before the request is queued, with no await between.
     Raises: `InvalidContent`, `ContextOverflow`, `InvalidOption`, `InvalidGrammar`, `StickyBusy`,
-    `SeqCapacity`.
+    `SeqCapacity`, and what `prompt` raises.
     """
     require_home(handle.home)
-    check_prompt(prompt, handle.facts)
+    prompt_ids = prompt() if callable(prompt) else prompt
+    check_prompt(prompt_ids, handle.facts)
     params = resolve_sampling(options, handle.facts.sampling_defaults, handle.facts.n_vocab)
     buffer = EventBuffer(buffer_events, handle.actor.wake)
+    sampler = await _make_sampler(handle, params) if purpose.samples else None
+    try:
+        if callable(prompt):
+            prompt_ids = prompt()
+            check_prompt(prompt_ids, handle.facts)
+    except BaseException:
+        if sampler is not None:
+            sampler.close()
+        raise
     seq = Sequence(
         request=Request(next(_request_ids), handle.model_id),
-        prompt=prompt,
+        prompt=prompt_ids,
         options=options,
-        sampler=await _make_sampler(handle, params),
+        sampler=sampler,
         seed=params.seed,
         n_ctx=handle.facts.n_ctx,
         buffer=buffer,
         now=trio.current_time(),
+        purpose=purpose,
     )
     try:
         handle.actor.submit(seq)

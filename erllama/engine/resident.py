@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Resident:
-    """What a slot still holds: the KV of every token of `ledger`."""
+    """What a slot still holds: the KV of every token of `ledger`.
+
+    With a `session_id` it is that session's pin, and `ledger` followed by `pending` is its whole history:
+    what was sampled last, or cancelled before it was computed, is not in memory yet.
+    """
 
     slot: int
     ledger: NDArray[np.int32]
@@ -28,10 +32,13 @@ class Resident:
     unproven: set[bytes]
     last_used: float
     session_id: Hashable = None
+    pending: NDArray[np.int32]
+    n_prompt: int  # of the turn that left it
+    unwanted: bool = False  # its session was reset: it goes as soon as the actor gets to it
 
     @classmethod
-    def of(cls, seq: RunningSequence, now: float) -> Resident:
-        """What `seq` leaves in its slot if it goes now."""
+    def of(cls, seq: RunningSequence, now: float, *, pinned: bool = False) -> Resident:
+        """What `seq` leaves in its slot if it goes now; `pinned`: for its session."""
         return cls(
             slot=seq.slot,
             ledger=np.asarray(seq.ledger[: seq.n_kv], np.int32),
@@ -39,18 +46,25 @@ class Resident:
             path=seq.path,
             unproven=seq.unproven,
             last_used=now,
-            session_id=seq.options.session_id,
+            session_id=seq.options.session_id if pinned else None,
+            pending=np.asarray(seq.ledger[seq.n_kv :], np.int32),
+            n_prompt=seq.n_prompt,
         )
 
     @property
     def shareable(self) -> bool:
         """Others may hold what it holds."""
-        return True
+        return not self.unwanted
 
     @property
     def n_kv(self) -> int:
         """Tokens in memory."""
         return len(self.ledger)
+
+    @property
+    def history(self) -> NDArray[np.int32]:
+        """Every token of the session, in memory or not."""
+        return np.concatenate([self.ledger, self.pending])
 
 
 def n_common(a: Sequence[int], b: NDArray[np.int32]) -> int:

@@ -40,11 +40,13 @@ class Resumer:
         """Whether the store holds more of `seq` than live sequences do. A plain read.
 
         On a tie the next node may still begin like the prompt; but what a running sequence is about to have
-        is not read a second time.
+        is not read a second time, and where a session goes on it is not worth a look.
         """
         n_stored = self._cache.store.peek(self._cache.identity, Prompt.of(seq.ledger))[0]
         n_led = self._lanes.n_led(seq)
-        return n_stored > n_led if n_led > seq.n_kv else n_stored >= seq.n_kv
+        if n_led > seq.n_kv or seq.is_sticky:
+            return n_stored > n_led
+        return n_stored >= seq.n_kv
 
     async def restore(self, seq: Sequence, stay: int) -> None:
         """Bring into memory what is stored and not there yet, during the `stay`th stay of `seq` in a slot.
@@ -52,7 +54,12 @@ class Resumer:
         Cancellation: what was imported stays, whole blocks only.
         """
         store = self._cache.store
-        match = await store.find(self._cache.identity, Prompt.of(seq.ledger))
+        prompt = Prompt.of(seq.ledger)
+        match = await store.find(self._cache.identity, prompt, resume_key=seq.options.parent_key)
+        seq.evidence.saw(match.n_tokens, (), 0)
+        if (last := match.partial) is not None:
+            n = last.node.start + last.n_tokens
+            seq.evidence.saw(n, [*seq.ledger[: last.node.start], *last.node.ids], last.node.end)
         with store.lease(match) as lease:
             for index, node in enumerate(lease.nodes):
                 if not _still_wants(seq, stay):
@@ -63,6 +70,7 @@ class Resumer:
                 if wanted[1] <= wanted[0]:
                     continue
                 if not await self._restore_node(seq, stay, lease, index, wanted):
+                    seq.evidence.failed = _still_wants(seq, stay)
                     return
                 if wanted[1] == node.end:
                     _note_nodes(seq, match, index)

@@ -22,6 +22,10 @@ from erllama.kvcache.match import Match, MatchedNode
 from erllama.kvcache.policy import SavePolicy, cut_blocks
 from erllama.kvcache.store import Draft
 
+from .heads import pin_head, pin_prefix, reason_of
+from .purpose import Purpose
+from .saved_names import SavedNames
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
@@ -82,6 +86,8 @@ class Saver:
         self._sizes: dict[int, int] = {}  # tokens of a node → bytes of its export
         self._idle = trio.Event()
         self._idle.set()
+        self._changed = trio.Event()  # something planned was written, or given up
+        self.saved_names = SavedNames(cache.identity)
 
     def __repr__(self) -> str:
         return f"<Saver {len(self._planned)} planned>"
@@ -105,8 +111,10 @@ class Saver:
 
         One that has computed nothing has nothing that is not kept where it came from.
         """
-        if seq.has_computed and self._cache.policy.gate(SaveReason.FINISH, seq.n_kv) is None:
+        wanted = seq.purpose is Purpose.PIN or self._cache.policy.gate(SaveReason.FINISH, seq.n_kv) is None
+        if seq.has_computed and wanted:
             self._plan(seq, SaveReason.FINISH, tail=True)
+            pin_head(self._cache.store, seq)
 
     def _plan(self, seq: Sequence, reason: SaveReason, *, tail: bool) -> None:
         identity, path = self._cache.identity, seq.path
@@ -135,7 +143,7 @@ class Saver:
                 parent=parent,
                 start=start,
                 tokens=tokens,
-                reason=reason,
+                reason=reason_of(seq, start, end, reason),
                 provenance=Provenance.PREFILL if end <= seq.n_prompt else Provenance.DECODED,
                 n_counted=0 if name in self._names else len(tokens),
             )
@@ -175,6 +183,8 @@ class Saver:
         _count_down(self._names, node.name)
         _count_down(self._places, (node.name, node.slot, node.generation))
         _count_down(self._lanes.reading, node.slot)
+        self._changed.set()
+        self._changed = trio.Event()
         self._wake()
 
     def give_up(self) -> None:
@@ -187,8 +197,20 @@ class Saver:
         """Until nothing is planned any more. Cancellation: harmless."""
         await self._idle.wait()
 
+    def is_saving(self, name: bytes) -> bool:
+        """Whether a node of that name is planned or being written."""
+        return self._names[name] > 0
+
+    async def wait_saved(self, name: bytes) -> None:
+        """Until the node of that name is written, or given up. Cancellation: harmless."""
+        while self.is_saving(name):
+            await self._changed.wait()
+
     async def _save(self, node: PlannedNode) -> None:
-        if self._cache.store.has(node.name) or not self._is_there(node):
+        store = self._cache.store
+        if store.has(node.name) and node.reason is SaveReason.AGENT_PREFIX:
+            pin_prefix(store, node.name)
+        if store.has(node.name) or not self._is_there(node):
             return
         # Room for a node is never made by dropping the one it hangs on.
         with self._cache.store.lease(_match_of(self._cache.identity, node.parent)) as lease:
@@ -214,7 +236,9 @@ class Saver:
             if n_bytes != buffer.n_bytes:
                 log.warning("a block of %d tokens changed its size: %d bytes", n, n_bytes)
                 return
-            await store.save(self._draft(node, buffer), tier=self._cache.tier)
+            saved = await store.save(self._draft(node, buffer), tier=self._cache.tier)
+            if saved.stored:
+                self.saved_names.add(node.parent, node.name, n)
         finally:
             buffer.release()
 

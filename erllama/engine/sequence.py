@@ -22,6 +22,7 @@ from erllama.types import (
     Event,
     FinishReason,
     HitKind,
+    Miss,
     Request,
     Stats,
     Token,
@@ -30,7 +31,9 @@ from erllama.types import (
 )
 
 from .cells import Cells
+from .evidence import Evidence
 from .node_path import NodePath
+from .purpose import Purpose
 from .state import Happening, Lifecycle, Phase
 from .text import TextAssembler
 
@@ -70,9 +73,11 @@ class Sequence:
         n_ctx: int,
         buffer: EventBuffer,
         now: float,
+        purpose: Purpose = Purpose.ANSWER,
     ) -> None:
         self.request = request
         self.options = options
+        self.purpose = purpose
         self.sampler = sampler
         self.seed = seed
         self.buffer = buffer
@@ -83,6 +88,7 @@ class Sequence:
         self.n_cached = 0  # prompt tokens that were not computed for this request
         self.source: str | None = None  # where they came from: "live", or a tier's name
         self.n_stored = 0  # tokens this request added to the store
+        self.miss: Miss | None = None  # why not more was reused; known when it ends
         self.unproven: set[bytes] = set()  # restored nodes that no step has gone on from yet
         self.n_admitted = 0  # which of its stays in a slot this is
         self.has_computed = False  # in this stay: otherwise everything it has is kept elsewhere
@@ -91,8 +97,12 @@ class Sequence:
         self._slot: int | None = None
         self.times = Timeline(now)
         self.cancelled = False
+        self.pins = options.session_id is not None  # its session keeps its slot
+        self.leaves_nothing = False  # its session was reset: no resident either
+        self.evidence = Evidence()
         self.ended = trio.Event()  # its slot and sampler are given back
         self._n_ctx = n_ctx
+        self._kept: tuple[HitKind, int] | None = None  # it runs on in its session's slot, from there
         self._life = Lifecycle()
         self._text = TextAssembler(options.stop)
         self._logprobs: list[TokenLogprob] | None = None if options.logprobs is None else []
@@ -158,8 +168,18 @@ class Sequence:
 
     # --- transitions ---
 
-    def admit(self, slot: int, now: float, shared: Cells | None = None, path: NodePath | None = None) -> None:
-        """It gets a lane whose memory holds `shared`, a beginning of its tokens, and nothing else."""
+    def admit(
+        self,
+        slot: int,
+        now: float,
+        shared: Cells | None = None,
+        path: NodePath | None = None,
+        kind: HitKind | None = None,
+    ) -> None:
+        """It gets a lane whose memory holds `shared`, a beginning of its tokens, and nothing else.
+
+        `kind`: its session left it that, "sticky" or "continuation".
+        """
         self._slot, self.cells, self.path = slot, shared or Cells(), path or NodePath()
         self.unproven, self.has_computed = set(), False
         self.n_admitted += 1
@@ -167,6 +187,7 @@ class Sequence:
         if self.times.admitted is None:
             self.times.admitted = now
             self._reused(self.n_kv, "live")
+            self._kept = None if kind is None else (kind, self.n_cached)
 
     def restored_to(self, n_kv: int, source: str) -> None:
         """Its memory was extended from the store."""
@@ -285,13 +306,28 @@ class Sequence:
             stop_sequence=self._text.stop_sequence,
             logprobs=self._logprobs,
             finish_key=self.path.tip,
-            cache_hit_kind=self._hit_kind(),
+            cache_hit_kind=self.hit_kind,
             cache_source=self.source,
             cache_delta=CacheDelta(read=self.n_cached, created=self.n_stored),
+            miss=self.miss,
             stats=self._stats(),
         )
 
-    def _hit_kind(self) -> HitKind:
+    @property
+    def continues(self) -> bool:
+        """Whether it took its session's history as it is, without looking anything up."""
+        return self._kept is not None and self._kept[0] == "continuation"
+
+    @property
+    def is_sticky(self) -> bool:
+        """Whether it runs on where its session's last turn ended, and got nothing from elsewhere."""
+        return self._kept is not None and (self.continues or self._kept[1] == self.n_cached)
+
+    @property
+    def hit_kind(self) -> HitKind:
+        """How it was admitted."""
+        if self._kept is not None and self.is_sticky and self.n_cached:
+            return self._kept[0]
         if not self.n_cached:
             return "cold"
         return "exact" if self.n_cached >= self.n_prompt - 1 else "partial"

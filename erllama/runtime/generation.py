@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
 
-class Generation(TypedDict, total=False):
+class Continuation(TypedDict, total=False):
     """See `erllama.options.GenerationOptions` for meaning, range and default of each."""
 
     max_tokens: int
@@ -25,4 +25,11 @@ class Generation(TypedDict, total=False):
     logprobs: int | None
     on_full: Literal["block", "error"]
     cache: Literal["on", "read", "off"]
+    prefix_checkpoint_len: int | None
+
+
+class Generation(Continuation, total=False):
+    """The same, and what names the history a prompt belongs to."""
+
     session_id: Hashable
+    parent_key: bytes | None

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from erllama.types import CacheHit
+
 Phase = Literal["idle", "prefilling", "generating"]
 
 
@@ -15,6 +17,8 @@ Phase = Literal["idle", "prefilling", "generating"]
 class ModelInfo:
     """One loaded model. `details` holds what its backend tells: architecture, sizes, memory, build.
 
+    `available_seqs` sequences are free, `pinned_idle_seqs` are held for sessions and are taken back when
+    nothing else is free; the others run.
     `vram_estimate_bytes`: weights, KV and compute buffers together, wherever they are.
     """
 
@@ -25,6 +29,8 @@ class ModelInfo:
     n_ctx: int
     n_seq_max: int
     available_seqs: int
+    pinned_idle_seqs: int
+    last_cache_hit: CacheHit | None
     memory_kind: str
     status: Literal["loaded", "stopping"]
     quant_tag: str

@@ -10,13 +10,23 @@ import numpy as np
 import trio
 
 from erllama.engine.home import require_home
+from erllama.engine.purpose import Purpose
 from erllama.engine.request import EventStream, open_stream
-from erllama.errors import ContextOverflow, EngineError, HandleClosed, InvalidContent, NotLoaded
+from erllama.errors import (
+    ContextOverflow,
+    EngineError,
+    HandleClosed,
+    InvalidContent,
+    InvalidOption,
+    MissingOption,
+    NotLoaded,
+)
 from erllama.options import GenerationOptions
-from erllama.types import Completion, Done, Event
+from erllama.types import CacheHit, Completion, Done, Event, Prefilled
 
 from .block import Block
 from .info import ModelInfo, Phase, RequestInfo
+from .kept import Pins, cached_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -24,7 +34,7 @@ if TYPE_CHECKING:
     from erllama.engine.actor import ActorStatistics
     from erllama.engine.handle import Handle
 
-    from .generation import Generation
+    from .generation import Continuation, Generation
 
 Prompt = str | Sequence[int]
 RESET_PATIENCE_S = 5.0
@@ -84,21 +94,117 @@ class Model:
         async with open_stream(handle, prompt_ids, options, self._buffer_events) as events:
             yield events
 
-    async def _prompt_ids(self, prompt: Prompt) -> list[int]:
+    async def _prompt_ids(self, prompt: Prompt, *, add_special: bool = True) -> list[int]:
         if isinstance(prompt, str):
             await self._refuse_hopeless(prompt)
-            return await self.tokenize_async(prompt)
+            return await self.tokenize_async(prompt, add_special)
         await trio.lowlevel.checkpoint()
         return _token_ids(prompt)
 
+    async def prefill_only(
+        self,
+        prompt: Prompt,
+        *,
+        parent_key: bytes | None = None,
+        session_id: Hashable = None,
+        on_full: Literal["block", "error"] = "block",
+    ) -> Prefilled:
+        """Compute a prompt and store it, so that whoever begins like it finds it there; sample nothing.
+
+        Raises and cancels as `complete`.
+        """
+        options = GenerationOptions(parent_key=parent_key, session_id=session_id, on_full=on_full)
+        return await self._prefill(await self._prompt_ids(prompt), options, Purpose.PREFILL)
+
+    async def _prefill(
+        self, prompt_ids: list[int], options: GenerationOptions, purpose: Purpose
+    ) -> Prefilled:
+        handle = self._live()
+        async with open_stream(handle, prompt_ids, options, self._buffer_events, purpose) as events:
+            done = await collect(events)
+        return Prefilled(
+            context_tokens=done.context_tokens,
+            committed_tokens=done.committed_tokens,
+            finish_key=done.finish_key,
+            cache_hit_kind=done.cache_hit_kind,
+            cache_source=done.cache_source,
+            cache_delta=done.cache_delta,
+            miss=done.miss,
+            stats=done.stats,
+        )
+
+    # --- sessions: see the guide ---
+
+    async def continue_(
+        self,
+        tail_tokens: Prompt,
+        *,
+        session_id: Hashable = None,
+        expect_committed: Sequence[int] | None = None,
+        **generation: Unpack[Continuation],
+    ) -> Completion:
+        """Generate behind what the session holds, prompt and answer so far, and `tail_tokens`.
+
+        Only the tail is computed, and what was sampled last; nothing is looked up. To a tail given as text no
+        tokens are added; an empty one goes on with the answer. `expect_committed`: the ids that the
+        session must hold, or nothing happens.
+        Raises: as `complete`, and `MissingOption` (no session), `NoSession` (it is not held any more),
+        `StickyBusy`, `TranscriptMismatch`, `NotSupported` (this model's memory cannot be cut).
+        Cancellation: as `complete`; the session keeps what was computed.
+        """
+        async with self.continue_stream(
+            tail_tokens, session_id=session_id, expect_committed=expect_committed, **generation
+        ) as events:
+            return await collect(events)
+
+    def continue_stream(
+        self,
+        tail_tokens: Prompt,
+        *,
+        session_id: Hashable = None,
+        expect_committed: Sequence[int] | None = None,
+        **generation: Unpack[Continuation],
+    ) -> AbstractAsyncContextManager[EventStream]:
+        """`continue_` as events; see `stream`."""
+        if session_id is None:
+            raise MissingOption("continuing needs the session_id of an earlier request", detail="session_id")
+        options = GenerationOptions(session_id=session_id, **generation)
+        if options.cache != "on":
+            raise InvalidOption(
+                f"cache={options.cache!r}: a continuation goes on from what is kept, so it keeps it",
+                detail={"key": "cache", "value": options.cache},
+            )
+        expected = None if expect_committed is None else _token_ids(expect_committed)
+        return self._continue(tail_tokens, expected, options)
+
+    @asynccontextmanager
+    async def _continue(
+        self, tail: Prompt, expected: list[int] | None, options: GenerationOptions
+    ) -> AsyncIterator[EventStream]:
+        handle = self._live()
+        ids = await self._prompt_ids(tail, add_special=False) if len(tail) else []
+
+        def prompt() -> list[int]:
+            return [*handle.actor.history(options.session_id, expected), *ids]
+
+        async with open_stream(handle, prompt, options, self._buffer_events, Purpose.CONTINUE) as events:
+            yield events
+
+    async def end_session(self, session_id: Hashable) -> None:
+        """Give the session's sequence back; a turn in flight goes on and is not held after. Idempotent."""
+        self._live().actor.end_session(session_id)
+        await trio.lowlevel.checkpoint()
+
     async def reset_session(self, session_id: Hashable) -> Literal["recovered", "not_found"]:
-        """End the session's request in flight; its reader gets `EngineReset` at once, stuck or not.
+        """Drop what the session holds, and end its request in flight; its reader gets `EngineReset` at once.
 
         Raises: `EngineError` with reason "timeout" if its sequence is not free again after 5 s.
         Cancellation: the request is ended all the same.
         """
         require_home(self.handle.home)
-        hit = self._live().actor.reset_session(session_id)
+        actor = self._live().actor
+        hit = actor.reset_session(session_id)
+        held = actor.end_session(session_id, keep_cells=False)
         with trio.move_on_after(RESET_PATIENCE_S) as patience:
             for seq in hit:
                 await seq.ended.wait()
@@ -106,7 +212,7 @@ class Model:
             raise EngineError(
                 f"session {session_id!r} is still computing after {RESET_PATIENCE_S:g} s", reason="timeout"
             )
-        return "recovered" if hit else "not_found"
+        return "recovered" if hit or held else "not_found"
 
     async def _refuse_hopeless(self, text: str) -> None:
         """Raise `ContextOverflow` for text that cannot fit, before llama.cpp spends minutes on it.
@@ -125,6 +231,42 @@ class Model:
                 f"is {handle.facts.n_ctx}; shorten it, or load the model with a larger n_ctx",
                 detail={"n_prompt": least, "n_ctx": handle.facts.n_ctx},
             )
+
+    # --- what is kept ---
+
+    async def pin(self, prompt: Prompt, ttl_s: float | None = None) -> int:
+        """Compute and store a prompt, however short, and keep it from eviction, for `ttl_s` seconds if given.
+
+        Returns how many of its tokens are: fewer where the tier has no room for all, 0 if they would take
+        more than the share of it that may be pinned. The pins unused for longest give way to new ones.
+        Raises: as `complete`, and `NotSupported` if this model's memory is not kept.
+        Cancellation: nothing is pinned.
+        """
+        pins = Pins.of(self._live(), ttl_s)
+        prompt_ids = await self._prompt_ids(prompt)
+        await self._prefill(prompt_ids, GenerationOptions(), Purpose.PIN)
+        return await pins.put(prompt_ids, ttl_s)
+
+    async def unpin(self, prompt: Prompt) -> bool:
+        """End a pin; False if there was none (any more)."""
+        pins = Pins.of(self._live())
+        return pins.remove(await self._prompt_ids(prompt))
+
+    def cached_prefix_len(self, tokens: Prompt) -> int:
+        """Bytes of text of the longest beginning that is in memory or in any tier; 0 if there is none.
+
+        A plain read of the indexes; use `cached_prefix_len_async` for more than 64 KiB.
+        """
+        ids = self.tokenize(tokens) if isinstance(tokens, str) else _token_ids(tokens)
+        return cached_bytes(self._live(), ids)
+
+    async def cached_prefix_len_async(self, tokens: Prompt) -> int:
+        """`cached_prefix_len`; long text is tokenised in a worker thread. Cancellation: waits for it."""
+        return cached_bytes(self._live(), await self._prompt_ids(tokens))
+
+    def last_cache_hit(self) -> CacheHit | None:
+        """How the latest request was admitted and how many tokens it reused; None before the first."""
+        return self._live().actor.hits.last
 
     # --- text and tokens ---
 
@@ -209,6 +351,8 @@ class Model:
             n_ctx=handle.facts.n_ctx,
             n_seq_max=handle.facts.n_slots,
             available_seqs=statistics.n_available,
+            pinned_idle_seqs=statistics.n_pinned_idle,
+            last_cache_hit=handle.actor.hits.last,
             memory_kind=handle.facts.memory_kind.value,
             status="stopping" if handle.stopping else "loaded",
             quant_tag=handle.facts.quant_tag,

@@ -40,7 +40,9 @@ class Bench:
         async with self.stream(prompt, **generation) as events:
             return await last(events)
 
-    async def complete_all(self, prompts: list[str], **generation: object) -> list[Completion]:
+    async def complete_all(
+        self, prompts: list[str] | list[list[int]], **generation: object
+    ) -> list[Completion]:
         """Answers to requests made at the same moment, arriving in order of `prompts`."""
         answers: dict[int, Completion] = {}
 
@@ -58,7 +60,8 @@ class Bench:
         """Let the actor sweep, then assert that no slot, sampler or sequence is left."""
         await trio.testing.wait_all_tasks_blocked()
         s = self.actor.statistics()
-        assert (s.n_waiting, s.n_prefilling, s.n_decoding, s.n_available) == (0, 0, 0, s.n_slots)
+        assert (s.n_waiting, s.n_prefilling, s.n_decoding) == (0, 0, 0)
+        assert s.n_available + s.n_pinned_idle == s.n_slots
         assert self.actor.sequences() == []
         assert self.backend.live_samplers == set()
 

@@ -92,7 +92,7 @@ async def test_one_restore_serves_all_who_come_together(autojump_clock) -> None:
         answers: list[Completion] = []
 
         async def ask(i: int) -> None:
-            answers.append(await bench.complete([*PROMPT[:64], 91, 92, i], **GREEDY))
+            answers.append(await bench.complete([*PROMPT[:64], 91 + i, 92, 93], **GREEDY))
 
         async with trio.open_nursery() as nursery:
             for i in range(8):
@@ -303,3 +303,43 @@ async def test_a_failing_memory_operation_is_not_blamed_on_the_node(autojump_clo
         assert sum(bench.store.statistics().damage.values()) == 0
         assert bench.actor.statistics().n_rebuilt == 1
         await bench.saved()
+
+
+async def test_room_is_counted_with_the_step_that_is_running(autojump_clock) -> None:
+    """A resident goes before a restore is refused, and is blamed for it, by cells that a step is filling."""
+    backend = Watched(n_slots=4, n_cells=150, n_ctx=150)
+    async with warm(backend) as bench:
+        await stored(bench)
+        await bench.complete([7] * 80, max_tokens=1)
+        await bench.saved()
+        backend.step_delay_s = 0.1
+        await bench.complete_all([PROMPT, [9] * 60], max_tokens=1)
+        assert backend.n_refused == 0
+        assert bench.store.statistics().damage == {}
+        await bench.saved()
+
+
+async def test_room_is_counted_with_the_imports_that_are_under_way(autojump_clock) -> None:
+    """Two restores do not both take the last free cells."""
+    backend = Watched(n_slots=4, n_cells=160, n_ctx=160)
+    async with warm(backend) as bench:
+        await stored(bench)
+        await stored(bench, PROMPT[::-1])
+        await bench.complete([7] * 140, max_tokens=1)
+        await bench.saved()
+        backend.step_delay_s = 0.1
+        await bench.complete_all([PROMPT, PROMPT[::-1]], max_tokens=1)
+        assert backend.n_refused == 0
+        assert bench.store.statistics().damage == {}
+        await bench.saved()
+
+
+async def test_saves_go_on_behind_what_was_restored_beyond_live_cells(autojump_clock) -> None:
+    """Live cells end inside a stored block: the block is not stored a second time in other pieces."""
+    async with warm() as bench:
+        await stored(bench)
+        await bench.complete(PROMPT[:40], max_tokens=1)
+        answer = await bench.complete([*PROMPT, 7], max_tokens=1, seed=1)
+        await bench.saved()
+        assert (answer.stats.n_cached, answer.cache_delta.created) == (70, 7)
+        assert (40, 8) not in bench.nodes()

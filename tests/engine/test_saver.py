@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
 import pytest
 import trio
 import trio.testing
 
+from erllama.errors import EngineError
 from erllama.kvcache.policy import SavePolicy
 
 from runtime.watched import Watched  # isort: skip  # tests/ is on the path
 
 from .warm_scenes import BLOCK_BYTES, WarmBench, warm
+
+if TYPE_CHECKING:
+    from erllama.backend import Step, StepResult
 
 PROMPT = [i % 90 + 1 for i in range(70)]
 
@@ -92,10 +100,18 @@ async def test_equal_histories_are_stored_once(autojump_clock) -> None:
         assert len(bench.nodes()) == 4 + 8
 
 
-async def test_a_store_without_room_costs_two_tries(autojump_clock) -> None:
+async def test_a_store_without_room_costs_two_tries(autojump_clock, monkeypatch) -> None:
     """K28: refused saves fail no request and are not tried again step after step."""
     async with warm(Exports(n_batch=16), ram_bytes=64) as bench:
-        answer = await bench.complete(PROMPT, max_tokens=9)
+        asked: list[int] = []
+
+        async def no_buffer(n_bytes: int) -> None:
+            asked.append(n_bytes)
+
+        monkeypatch.setattr(bench.store, "buffer", no_buffer)
+        answer = await bench.complete(PROMPT * 2, max_tokens=9)
+        await bench.actor.wait_saved()
+        assert len(asked) <= 2
         await bench.saved()
         assert bench.nodes() == []
         assert bench.backend.exported == []
@@ -224,7 +240,7 @@ async def test_a_rebuild_voids_what_was_planned(autojump_clock) -> None:
 async def test_cells_that_are_being_saved_are_waited_for_not_for_ever(
     autojump_clock, monkeypatch, hangs: bool, beside: bool
 ) -> None:
-    """Who needs them is neither refused nor preempted: it stands still for a second per resident."""
+    """Who needs them is neither refused nor preempted: it stands still for a second at most."""
     async with warm(Watched(n_slots=3, n_cells=200, n_ctx=200)) as bench:
         buffer, asked = bench.store.buffer, trio.Event()
 
@@ -245,3 +261,54 @@ async def test_cells_that_are_being_saved_are_waited_for_not_for_ever(
         assert 0.4 < trio.current_time() - began < (2.5 if hangs else 10)
         monkeypatch.setattr(bench.store, "buffer", buffer)
         assert bench.actor.statistics().n_preempted == 0
+
+
+async def test_who_only_shared_stores_nothing(autojump_clock) -> None:
+    """A follower that leaves while the other computes adds no piece of its own."""
+    async with warm(Watched(n_batch=20, n_slots=2, step_delay_s=0.1)) as bench:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(bench.complete, PROMPT, max_tokens=1))
+            await trio.sleep(0.01)
+            with trio.move_on_after(0.25):
+                await bench.complete(PROMPT, max_tokens=1)
+        await trio.sleep(1)
+        await bench.saved()
+        assert bench.nodes() == [(0, 16), (16, 16), (32, 16), (48, 16), (64, 6)]
+
+
+async def test_what_somebody_else_was_to_save_is_saved_all_the_same(autojump_clock, monkeypatch) -> None:
+    """The leader fails with its saves still pending: who shared its cells stores them."""
+
+    class Failing(Watched):
+        fail_slot: int | None = None
+
+        def step(self, step: Step) -> StepResult:
+            result = super().step(step)
+            sampled = [
+                EngineError("no token") if row.slot == self.fail_slot else token
+                for row, token in zip(step.rows, result.sampled, strict=True)
+            ]
+            return replace(result, sampled=tuple(sampled))
+
+    backend = Failing(n_slots=2)
+    async with warm(backend) as bench:
+        buffer, go_on = bench.store.buffer, trio.Event()
+
+        async def late_buffer(n_bytes: int) -> object:
+            await go_on.wait()
+            return await buffer(n_bytes)
+
+        monkeypatch.setattr(bench.store, "buffer", late_buffer)
+        async with bench.stream(PROMPT, max_tokens=1000) as leader:
+            await leader.__anext__()
+            async with bench.stream(PROMPT, max_tokens=20) as follower:
+                await follower.__anext__()
+                backend.fail_slot = 0
+                with pytest.raises(EngineError, match="no token"):
+                    async for _ in leader:
+                        pass
+                async for _ in follower:
+                    pass
+        go_on.set()
+        await bench.saved()
+        assert sum(n for _, n in bench.nodes()) == 70 + 19

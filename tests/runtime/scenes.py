@@ -40,6 +40,7 @@ async def wait_idle(model: Model) -> None:
     """Let the actor sweep, then assert that nothing waits or runs."""
     await trio.testing.wait_all_tasks_blocked()
     s = model.statistics()
-    assert (s.n_waiting, s.n_prefilling, s.n_decoding, s.n_available) == (0, 0, 0, s.n_slots)
+    assert (s.n_waiting, s.n_prefilling, s.n_decoding) == (0, 0, 0)
+    assert s.n_available + s.n_pinned_idle == s.n_slots
     assert model.queue_depth() == model.pending_len() == 0
     assert model.phase() == "idle"

@@ -92,9 +92,7 @@ def saved(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     ("damage", "when"),
     [
         *((damage, "before the start") for damage in DAMAGES),
-        *(
-            (damage, "while it is open") for damage in ("payload", "cut", "gone")
-        ),  # heads were read at the start
+        *((damage, "while it is open") for damage in ("payload", "cut", "gone")),
     ],
 )
 async def test_a_damaged_file_is_a_miss_without_residue(

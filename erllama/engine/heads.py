@@ -1,0 +1,34 @@
+"""`prefix_checkpoint_len`: the stored path up to the end of a prompt's head outlives what is behind it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from erllama.kvcache.kinds import SaveReason
+
+if TYPE_CHECKING:
+    from erllama.kvcache.store import KvStore
+
+    from .sequence import Sequence
+
+
+def reason_of(seq: Sequence, start: int, end: int, reason: SaveReason) -> SaveReason:
+    """Why the node [start, end) is saved; the store pins the path to the one that ends the head."""
+    n_head = seq.options.prefix_checkpoint_len
+    covers = n_head is not None and start < n_head <= end
+    return SaveReason.AGENT_PREFIX if covers else reason
+
+
+def pin_head(store: KvStore, seq: Sequence) -> None:
+    """Pin the head's path if it is stored already; a pin that is there counts as used."""
+    n_head = seq.options.prefix_checkpoint_len
+    if n_head is None:
+        return
+    name = next((name for name, end in seq.path.nodes if end >= n_head), None)
+    if name is not None and store.has(name):
+        pin_prefix(store, name)
+
+
+def pin_prefix(store: KvStore, name: bytes) -> None:
+    """Pin a stored node as a head."""
+    store.pin(name, key=("prefix", name))
