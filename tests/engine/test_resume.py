@@ -313,7 +313,9 @@ async def test_room_is_counted_with_the_step_that_is_running(autojump_clock) -> 
         await bench.complete([7] * 80, max_tokens=1)
         await bench.saved()
         backend.step_delay_s = 0.1
-        await bench.complete_all([PROMPT, [9] * 60], max_tokens=1)
+        async with bench.stream([5] * 3, max_tokens=2):
+            await trio.sleep(0.05)  # a step runs: the others are admitted together after it
+            await bench.complete_all([PROMPT, [9] * 60], max_tokens=1)
         assert backend.n_refused == 0
         assert bench.store.statistics().damage == {}
         await bench.saved()

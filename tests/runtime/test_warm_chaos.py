@@ -87,7 +87,7 @@ SCENES = {
         ("no RAM", "ram"),
     ],
 )
-@pytest.mark.parametrize("seed", [1])
+@pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.usefixtures("inline_files")
 async def test_every_answer_is_the_one_its_request_gets_alone(
     autojump_clock, seed: int, scene: str, tier: str, tmp_path: Path
