@@ -84,13 +84,10 @@ MEANINGS: dict[type, dict[str, str]] = {
 
 # Classes that exist so that programs can name them, and that nothing in this version raises.
 NOT_RAISED = {
-    "MissingOption",
     "ModelCrashed",
     "ModelLoading",
-    "NoSession",
     "QueueFull",
     "QueueTimeout",
-    "TranscriptMismatch",
 }
 
 
