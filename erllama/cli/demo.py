@@ -1,4 +1,4 @@
-"""`erllama demo`: a real model answers, then eight prompts show what batching gives."""
+"""`erllama demo`: a real answer, eight prompts that show batching, a long one that shows the cache."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import trio
 import erllama
 
 from .progress import bar, default_path, show_warnings
+from .warm_demo import run_warm, warm_table
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from erllama.types import Completion
 
@@ -57,7 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 async def _demo() -> None:
     path = await default_path()
-    context = erllama.ContextOptions(n_ctx=512, n_seq_max=N_SEQUENCES)
+    context = erllama.ContextOptions(n_ctx=1024, n_seq_max=N_SEQUENCES)
     started = time.perf_counter()
     async with erllama.open_engine() as engine:
         with bar(f"Loading {path.name}") as draw:
@@ -66,6 +67,8 @@ async def _demo() -> None:
         await _answer(model)
         rounds = [await _one_by_one(model), await _together(model)]
     _print_rounds(rounds)
+    print(flush=True)
+    _print_table(*warm_table(await run_warm(path)))
 
 
 def _chat(text: str) -> str:
@@ -135,14 +138,15 @@ class Counter:
 
 async def _short_answer(model: Any, topic: str, count: Counter) -> None:
     prompt = _chat(f"Write a short poem about {topic}.")
-    async with model.stream(prompt, max_tokens=N_TOKENS, temperature=0.0) as events:
+    # Without cache: the second round must not profit from the first.
+    async with model.stream(prompt, max_tokens=N_TOKENS, temperature=0.0, cache="off") as events:
         async for event in events:
             if isinstance(event, erllama.TokenId):
                 count.add()
 
 
 def _print_rounds(rounds: list[Round]) -> None:
-    """A table: drawn on a terminal, plain lines elsewhere."""
+    """What both rounds took."""
     heads = (f"{N_SEQUENCES} prompts", "tokens", "seconds", "tokens/s", "speed-up")
     rows = [
         (
@@ -154,9 +158,14 @@ def _print_rounds(rounds: list[Round]) -> None:
         )
         for r in rounds
     ]
+    _print_table(heads, rows)
+
+
+def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Drawn on a terminal, plain lines elsewhere."""
     if not sys.stdout.isatty():
         for row in (heads, *rows):
-            print(f"{row[0]:<12}" + "".join(f"{cell:>10}" for cell in row[1:]))
+            print(f"{row[0]:<14}" + "".join(f"{cell:>12}" for cell in row[1:]))
         return
     from rich.console import Console
     from rich.table import Table
