@@ -24,7 +24,7 @@ import trio
 
 import erllama
 from erllama.cli import parser
-from erllama.engine.actor import ActorStatistics
+from erllama.engine.statistics import ActorStatistics
 from erllama.errors import Reasons
 
 REPO = Path(__file__).resolve().parent.parent

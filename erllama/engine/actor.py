@@ -16,7 +16,6 @@ import copy
 import logging
 import math
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import trio
@@ -42,14 +41,16 @@ from .model_thread import ModelThread
 from .pace import Pace
 from .parent_hint import ParentHint
 from .planner import PIECE, Limits, Share, lacks_cells, plan_step
+from .recovery import Recovery
 from .resident import Resident
 from .resume import Resumer
 from .saver import Saver
 from .sessions import history_of
 from .state import Phase
+from .statistics import ActorStatistics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable
+    from collections.abc import Callable, Hashable
 
     from erllama.options import ContextOptions
     from erllama.types import FinishReason
@@ -62,28 +63,6 @@ log = logging.getLogger("erllama.engine")
 SAVE_PATIENCE_S = 1.0  # how long others stand still so that what a resident holds can be saved
 
 UNASKED_ABORTS = 3  # in a row; then the context is rebuilt
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActorStatistics:
-    """Counters since the model was loaded, and gauges of this moment."""
-
-    n_steps: int
-    n_prefill_tokens: int
-    n_decode_rows: int
-    n_preempted: int
-    n_parked: int
-    n_refused_steps: int
-    n_aborted_steps: int
-    n_rebuilt: int
-    compute_s: float
-    sample_s: float
-    n_waiting: int
-    n_prefilling: int
-    n_decoding: int
-    n_slots: int
-    n_available: int  # slots that are neither running nor held for a session
-    n_pinned_idle: int  # slots held for sessions that have no turn in flight
 
 
 class Actor:
@@ -104,6 +83,7 @@ class Actor:
         self._options = options
         self._lanes = Lanes(facts, self._save)
         self._thread = ModelThread(backend, runner, self._lanes.take_ops)
+        self._recovery = Recovery(model_id, self._lanes, self._thread, cache)
         self.cache = cache  # whose KV this is, and where it is kept
         self._saver = self._resumer = self._hint = None
         if cache is not None and facts.ranges:
@@ -135,7 +115,6 @@ class Actor:
                 "parked",
                 "refused_steps",
                 "aborted_steps",
-                "rebuilt",
             ),
             0,
         )
@@ -228,6 +207,7 @@ class Actor:
         running = self._lanes.running.values()
         return ActorStatistics(
             **{f"n_{name}": count for name, count in self._n.items()},
+            n_rebuilt=self._recovery.n_rebuilt,
             compute_s=self._compute_s,
             sample_s=self._sample_s,
             n_waiting=len(self._lanes.idle()),
@@ -452,7 +432,7 @@ class Actor:
             with self._lanes.reserving(step.n_tokens):
                 result = await self._thread.step(step)
         except ErllamaError as error:
-            await self._rebuild(error, stepping)
+            await self._recovery.rebuild(error, stepping)
             return
         finally:
             self._in_flight = []
@@ -475,17 +455,17 @@ class Actor:
                 self._n["aborted_steps"] += 1
                 self._unasked_aborts = 0 if self._aborting else self._unasked_aborts + 1
                 if self._unasked_aborts >= UNASKED_ABORTS:
-                    await self._rebuild(
+                    await self._recovery.rebuild(
                         DecodeAborted(f"{self.model_id!r} aborts steps that nobody cancelled")
                     )
                 else:
-                    await self._repair(shares)
+                    await self._recovery.repair(shares)
             case StepStatus.TIMEOUT:
-                await self._rebuild(
+                await self._recovery.rebuild(
                     DecodeTimeout(f"a step of {step.n_tokens} tokens took longer than {step.budget_s:.3g} s")
                 )
             case StepStatus.FATAL:
-                await self._rebuild(DecodeFailed(rc=result.rc), stepping)
+                await self._recovery.rebuild(DecodeFailed(rc=result.rc), stepping)
 
     # --- what a step changes ---
 
@@ -556,51 +536,6 @@ class Actor:
             detail={"n_tokens": seq.n_tokens, "n_ctx": self.facts.n_ctx},
         )
         self._lanes.release(seq.fail(error))
-
-    async def _repair(self, shares: list[Share]) -> None:
-        """Set every surviving sequence of an aborted step to what its memory really holds."""
-        survivors = [(s.slot, s) for share in shares if not (s := self._lanes.running[share.slot]).cancelled]
-        if not survivors:
-            return
-        targets = [(slot, seq.n_tokens - 1) for slot, seq in survivors]
-        try:
-            kept = await self._thread.cut_to_known(targets)
-        except ErllamaError as error:
-            await self._rebuild(error)
-            return
-        for (_, seq), n_kv in zip(survivors, kept, strict=True):
-            seq.rewind(n_kv)
-
-    async def _rebuild(self, error: ErllamaError, stepping: Iterable[Sequence] = ()) -> None:
-        """A fresh context. Who ran fails with `error`; who waits goes on.
-
-        `stepping` were in the step that failed: whoever of them stood on KV that was restored and never
-        proven by a step is not to blame. That KV is never served again, and the request starts over, once.
-        """
-        log.error("%s: rebuilding the context after %s", self.model_id, error)
-        for seq in stepping:
-            self._start_over(seq)
-        for slot, seq in list(self._lanes.running.items()):
-            if seq.cancelled:
-                seq.finish("cancelled", trio.current_time())
-            else:
-                seq.fail(error)
-            self._lanes.release(slot)
-        if getattr(self._backend, "rebuild", None) is None:
-            raise error
-        self._lanes.clear_memory()
-        self._n["rebuilt"] += 1
-        await self._thread.rebuild()
-
-    def _start_over(self, seq: Sequence) -> None:
-        if not seq.unproven or self.cache is None:
-            return
-        for name in seq.unproven:
-            self.cache.store.quarantine(name, "a decode failed right behind it")
-        if not seq.retried and not seq.cancelled:
-            seq.retried = True
-            self._lanes.release(seq.preempt())
-            self._lanes.requeue(seq)
 
 
 def _row(share: Share, seq: Sequence) -> Row:

@@ -80,6 +80,11 @@ class ModelThread:
             kept.append(n)
         return kept
 
+    @property
+    def can_rebuild(self) -> bool:
+        """Whether the backend can make a fresh context."""
+        return getattr(self._backend, "rebuild", None) is not None
+
     async def rebuild(self) -> None:
         """A fresh, empty context; pending operations are void with the old one."""
         self._take_ops()

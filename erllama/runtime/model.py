@@ -31,8 +31,8 @@ from .kept import Pins, cached_bytes
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from erllama.engine.actor import ActorStatistics
     from erllama.engine.handle import Handle
+    from erllama.engine.statistics import ActorStatistics
 
     from .generation import Continuation, Generation
 

@@ -149,7 +149,9 @@ async def test_every_answer_is_the_one_its_request_gets_alone(
                 assert backend.n_refused == 0
                 assert sum(counters.damage.values()) == 0
     assert kinds["partial"] > 10
-    assert set(outcomes) <= {"length", "cancelled", "decode_failed", "decode_timeout", "exception"}, outcomes
+    assert set(outcomes) <= {
+        *("length", "cancelled", "decode_failed", "decode_timeout", "decode_aborted", "exception")
+    }, outcomes
     async with loaded(FakeBackend(n_ctx=300)) as calm:
         for prompt, options, answer in answers:
             if answer.finish_reason == "length":

@@ -1,0 +1,83 @@
+"""Setting memory right after a step that did not end well: repair sequence by sequence, else a fresh context.
+
+Rule 1: after an abort each sequence keeps what memory really holds of it, and goes on from there.
+Rule 2: the context is rebuilt only after a time-out, a fatal code, an exception or a failed repair. Then
+whoever runs fails with the typed reason, and whoever waits goes on with the new context.
+Rule 3: KV that was restored and never proven by a step is to blame before its reader is: it is never served
+again, and the request starts over without it, once.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import trio
+
+from erllama.errors import ErllamaError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from .admission import Lanes
+    from .cache_link import CacheLink
+    from .model_thread import ModelThread
+    from .planner import Share
+    from .sequence import Sequence
+
+log = logging.getLogger("erllama.engine")
+
+
+class Recovery:
+    """Repairs and rebuilds the memory of one model; `n_rebuilt` counts the fresh contexts."""
+
+    def __init__(self, model_id: str, lanes: Lanes, thread: ModelThread, cache: CacheLink | None) -> None:
+        self._model_id = model_id
+        self._lanes = lanes
+        self._thread = thread
+        self._cache = cache
+        self.n_rebuilt = 0
+
+    async def repair(self, shares: list[Share]) -> None:
+        """Set every surviving sequence of an aborted step to what its memory really holds."""
+        survivors = [(s.slot, s) for share in shares if not (s := self._lanes.running[share.slot]).cancelled]
+        if not survivors:
+            return
+        targets = [(slot, seq.n_tokens - 1) for slot, seq in survivors]
+        try:
+            kept = await self._thread.cut_to_known(targets)
+        except ErllamaError as error:
+            await self.rebuild(error)
+            return
+        for (_, seq), n_kv in zip(survivors, kept, strict=True):
+            seq.rewind(n_kv)
+
+    async def rebuild(self, error: ErllamaError, stepping: Iterable[Sequence] = ()) -> None:
+        """A fresh context. Who ran fails with `error`, except those of `stepping` that may start over.
+
+        Raises: `error` where the backend cannot rebuild, and what rebuilding raises; the model is lost then.
+        """
+        log.error("%s: rebuilding the context after %s", self._model_id, error)
+        for seq in stepping:
+            self._start_over(seq)
+        for slot, seq in list(self._lanes.running.items()):
+            if seq.cancelled:
+                seq.finish("cancelled", trio.current_time())
+            else:
+                seq.fail(error)
+            self._lanes.release(slot)
+        if not self._thread.can_rebuild:
+            raise error
+        self._lanes.clear_memory()
+        self.n_rebuilt += 1
+        await self._thread.rebuild()
+
+    def _start_over(self, seq: Sequence) -> None:
+        if not seq.unproven or self._cache is None:
+            return
+        for name in seq.unproven:
+            self._cache.store.quarantine(name, "a decode failed right behind it")
+        if not seq.retried and not seq.cancelled:
+            seq.retried = True
+            self._lanes.release(seq.preempt())
+            self._lanes.requeue(seq)
