@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 BEAT_S = 0.010
-N_CTX = 512
+N_CTX = 2048
 PROMPTS = tuple(
     f"Once upon a time, a {who} went to"
     for who in ("king", "queen", "miller", "fox", "sailor", "baker", "giant", "mouse")
@@ -68,6 +68,7 @@ class Bare:
     def __init__(self, path: Path, n_seq: int) -> None:
         options = erllama.ContextOptions(n_ctx=N_CTX).resolved()
         assert options.n_threads is not None
+        self.n_threads = options.n_threads
         self.model = llama.Model.open(str(path), erllama.ModelOptions())
         params = llama.ContextParams(
             n_ctx=N_CTX, n_batch=options.n_batch, n_ubatch=options.n_ubatch, n_seq_max=n_seq + 1,
@@ -116,7 +117,10 @@ async def _api(
     generated: list[list[int]] = [[] for _ in prompts]
 
     async def ask(i: int) -> None:
-        done = await model.complete(prompts[i], max_tokens=n_tokens, temperature=0.0, logit_bias=banned)
+        # Without cache: the bare loop computes every prompt, every time.
+        done = await model.complete(
+            prompts[i], max_tokens=n_tokens, temperature=0.0, logit_bias=banned, cache="off"
+        )
         generated[i] = done.generated
 
     async with trio.open_nursery() as nursery:
@@ -133,7 +137,9 @@ async def compare(path: Path, n_seq: int, n_runs: int, n_tokens: int) -> Compari
     # Ended early, a run would do less work: end-of-generation tokens are forbidden to both.
     banned = {t: -math.inf for t in range(bare.model.facts.n_vocab) if vocab.is_eog(t)}
     seconds: dict[str, list[float]] = {"bare": [], "api": []}
-    context = erllama.ContextOptions(n_ctx=N_CTX, n_seq_max=n_seq)
+    # As many threads as the bare loop has, fixed: its pool still spins for a moment after each of its runs,
+    # which the engine would take for a busy machine.
+    context = erllama.ContextOptions(n_ctx=N_CTX, n_seq_max=n_seq, n_threads=bare.n_threads)
     async with erllama.open_engine() as engine:
         model = await engine.load_model(path, context=context)
         for run in range(n_runs + 1):
