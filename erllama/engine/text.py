@@ -2,7 +2,7 @@
 
 Rule 1: text that has been given out is never part of a stop string.
 Rule 2: what is held back is exactly the longest end of the text that could still become one.
-Rule 3: the first stop string to be complete ends the text, wherever tokens happen to be cut.
+Rule 3: of several stop strings completed by one piece, the one that begins first ends the text.
 Rule 4: bytes of an unfinished UTF-8 character wait; bytes that can never become one are U+FFFD.
 """
 
@@ -51,9 +51,9 @@ class TextAssembler:
             return ""
         pending = self._held + new
         # The held text never contains a whole stop string, so any match ends in `new`.
-        found = [(at + len(s), at, s) for s in self._stops if (at := pending.find(s)) >= 0]
+        found = [(at, len(s), s) for s in self._stops if (at := pending.find(s)) >= 0]
         if found:
-            _, at, self.stop_sequence = min(found)
+            at, _, self.stop_sequence = min(found)
             shown, self._held = pending[:at], ""
         else:
             keep = self._longest_open_end(pending)
