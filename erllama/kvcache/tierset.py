@@ -280,7 +280,9 @@ class TierSet:
         """
         catalog, (name, kind) = self._catalog, ref
         self._counters.damage[damage.what] += 1
-        log.warning("part %s %s is damaged: %s", name.hex()[:16], kind.name, damage)
+        log.warning(
+            "part %s %s is damaged: %s", name.hex()[:16], kind.name, str(damage)
+        )  # a record pins no frames
         part = catalog.part_of(ref)
         if part:
             for file in catalog.drop_part(part):
