@@ -15,12 +15,41 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from .types import MemoryKind as MemoryKind  # part of the contract: `BackendFacts.memory_kind`
+from .types import PartKind as PartKind  # part of the contract: what is exported and imported
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from .errors import ErllamaError
     from .types import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """What a sequence's memory consists of: which parts its stored blocks have, and where it may be cut.
+
+    `base`: positions in cells, of which any range can be shared, exported and imported. `window`: how many
+    tokens sliding-window layers look back (0: none); what lies further back is gone. `state`: something that
+    exists only at a sequence's end: it is taken and shared only while the sequence is exactly that long.
+    """
+
+    base: bool = True
+    window: int = 0
+    state: bool = False
+
+    @property
+    def cuttable(self) -> bool:
+        """Whether a sequence can be cut at any token."""
+        return self.base and not self.window and not self.state
+
+    def cut(self, n_kv: int, n: int) -> int:
+        """To how many tokens what holds `n_kv` can be cut for certain: `n`, or all, or none (0).
+
+        A cell is recycled once it is `window` behind the next token, not before.
+        """
+        if n >= n_kv:
+            return n_kv
+        return 0 if self.state or (self.window and n_kv >= self.window) else n
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +69,7 @@ class BackendFacts:
     memory_bytes: int = 0  # weights, KV and compute buffers
     memory_kind: MemoryKind = MemoryKind.DENSE
     streams_separate: bool = False
-    ranges: bool = False  # ranges of a sequence can be shared, exported and imported, and cut at any token
+    layout: Layout | None = None  # of what a sequence holds, where it can be kept; None: it cannot
     shape_hash: bytes | None = None  # whose KV this is; None: it is not kept
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
@@ -154,19 +183,39 @@ class OptionalBackend(Backend, Protocol):
         """Tokens of the sequence that are in memory."""
 
     def share(self, src: int, dst: int, start: int, end: int) -> None:
-        """Let `dst`, which ends at `start`, hold [start, end) of `src` as well. No data moves."""
+        """Let `dst`, which ends at `start`, hold [start, end) of `src` as well. No data moves.
 
-    def export_bytes(self, slot: int, start: int, end: int) -> int:
-        """Size of what `export` would write."""
-
-    def export(self, slot: int, start: int, end: int, into: memoryview) -> int:
-        """Write the KV of [start, end); returns the bytes written. The live sequence is undisturbed."""
-
-    def import_(self, slot: int, block: tuple[int, int], wanted: tuple[int, int], data: memoryview) -> bool:
-        """Add positions `wanted` of the exported `block` to a slot that ends where they begin.
-
-        False, and nothing is changed, if the bytes are refused or there is no room.
+        With a window or a state, `src` must end at `end` or hold everything that whoever goes on there needs.
         """
+
+    def export_bytes(self, slot: int, start: int, end: int, part: PartKind = PartKind.BASE) -> int:
+        """Size of what `export` would write; 0 if memory has not, or no longer, all of it."""
+
+    def export(
+        self, slot: int, start: int, end: int, into: memoryview, part: PartKind = PartKind.BASE
+    ) -> int:
+        """Write a part of [start, end); returns the bytes written, 0 if memory has not all of it.
+
+        BASE: the cells. WINDOW: what whoever goes on at `end` needs of them in sliding-window layers.
+        STATE: the state of a slot that ends at `end`. The live sequence is undisturbed.
+        """
+
+    def import_(
+        self,
+        slot: int,
+        block: tuple[int, int],
+        wanted: tuple[int, int],
+        data: memoryview,
+        part: PartKind = PartKind.BASE,
+    ) -> bool:
+        """Add positions `wanted` of a part exported from `block`; False if it is refused or does not fit.
+
+        BASE and WINDOW parts come in ascending order, each kind by itself, a STATE last. Until all parts
+        of what lies before its end are there, the slot cannot go on: see `is_at`.
+        """
+
+    def is_at(self, slot: int, n: int) -> bool:
+        """Whether the slot holds exactly [0, n), with all that the next token needs."""
 
     def rebuild(self) -> None:
         """Make a fresh, empty context; the weights stay loaded."""

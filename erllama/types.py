@@ -1,4 +1,4 @@
-"""What a request gives back (stream events, the completion, its statistics), and kinds of memory."""
+"""What a request gives back (stream events, the completion, its statistics); kinds and parts of memory."""
 
 from __future__ import annotations
 
@@ -37,6 +37,20 @@ class MemoryKind(enum.Enum):
     HYBRID = "hybrid"
     WHOLE = "whole"
     NONE = "none"
+
+
+class PartKind(enum.IntEnum):
+    """What of a block's KV a part holds; each is stored, budgeted and evicted on its own."""
+
+    BASE = 1  # full-attention KV of the block; empty where a model has none, then it only holds the path
+    WINDOW = 2  # sliding-window layers
+    STATE = 3  # recurrent state at the block's end
+    WHOLE = 4  # the whole sequence state up to the block's end, where ranges cannot be cut out
+
+    @property
+    def suffix(self) -> str:
+        """The file-name suffix of this kind."""
+        return f".{self.name.lower()}.kvc"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

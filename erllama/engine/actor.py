@@ -86,7 +86,7 @@ class Actor:
         self._recovery = Recovery(model_id, self._lanes, self._thread, cache)
         self.cache = cache  # whose KV this is, and where it is kept
         self._saver = self._resumer = self._hint = None
-        if cache is not None and facts.ranges:
+        if cache is not None and facts.layout is not None:
             self._saver = Saver(cache, self._lanes, self._thread, self.wake)
             self._resumer = Resumer(cache, self._lanes, self._thread)
             self._hint = ParentHint(cache, self._saver)
@@ -94,7 +94,7 @@ class Actor:
             cache,
             None if self._saver is None else self._saver.saved_names,
             getattr(backend, "piece", lambda _: b""),
-            can_keep=facts.ranges,
+            can_keep=facts.layout is not None,
         )
         self._pace = Pace()
         self._in_flight: list[Sequence] = []
@@ -185,7 +185,7 @@ class Actor:
 
         Raises: `NotSupported`, `StickyBusy`, `NoSession`, `TranscriptMismatch`.
         """
-        if not self.facts.ranges:
+        if self.facts.layout is None:
             raise NotSupported(f"the memory of {self.model_id!r} cannot be cut, so no session is held")
         if self._of_session(session_id):
             raise StickyBusy(f"session {session_id!r} already has a request in flight; wait for its end")

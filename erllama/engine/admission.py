@@ -51,7 +51,7 @@ class Lanes:
     def __init__(self, facts: BackendFacts, save: Callable[[Sequence], None] = lambda _: None) -> None:
         self._save = save  # plans to save what a sequence has computed, before it gives way
         self._n_cells = None if facts.streams_separate else facts.n_cells
-        self._ranges = facts.ranges
+        self._layout = facts.layout
         self._empty = list(range(facts.n_slots))
         self.n_slots = facts.n_slots
         self.waiting: deque[Sequence] = deque()
@@ -215,7 +215,7 @@ class Lanes:
 
     def n_live(self, tokens: list[int]) -> int:
         """How many of `tokens`, from the first on, some sequence holds."""
-        if not self._ranges:
+        if self._layout is None:
             return 0
         return max(
             (
@@ -304,7 +304,7 @@ class Lanes:
 
     def _n_alike(self, seq: Sequence, other: Sequence) -> int:
         """Common beginning of two prompts, whether computed yet or not."""
-        if not self._ranges or other.options.cache == "off":
+        if self._layout is None or other.options.cache == "off":
             return 0
         pair = seq.arrival, other.arrival
         if pair not in self._alike:
@@ -312,7 +312,7 @@ class Lanes:
         return self._alike[pair]
 
     def _n_shared(self, seq: Sequence, holder: Resident | Sequence) -> int:
-        if not self._ranges or seq.options.cache == "off" or not holder.shareable:
+        if self._layout is None or seq.options.cache == "off" or not holder.shareable:
             return 0
         n = min(holder.n_kv, seq.n_tokens - 1)
         return n_common(seq.ledger[:n], np.asarray(holder.ledger[:n], np.int32))
@@ -343,7 +343,7 @@ class Lanes:
         self._crowded = False
         gone = self.running.pop(slot).arrival
         self._alike = {pair: n for pair, n in self._alike.items() if gone not in pair}
-        if resident is not None and self._ranges and resident.n_kv:
+        if resident is not None and self._layout is not None and resident.n_kv:
             self.forget_session(resident.session_id, keep_cells=True)  # one pin per session
             self.residents[slot] = resident
             self._left.append(resident)

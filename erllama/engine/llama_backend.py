@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 
 from erllama import llama
-from erllama.backend import BackendFacts, MemoryKind, Sampled, StepResult, StepStatus
+from erllama.backend import BackendFacts, Layout, MemoryKind, Sampled, StepResult, StepStatus
 from erllama.errors import ErllamaError, HandleClosed, LoadCancelled, NotSupported
 from erllama.kvcache.key import control_piece
 from erllama.llama.variant import cache_dir
@@ -111,7 +111,7 @@ class LlamaBackend:
             memory_kind=self._kind,
             streams_separate=not self._options.kv_unified,
             shape_hash=self._shape_hash(),
-            ranges=self._kind is MemoryKind.DENSE and self._options.kv_unified,
+            layout=Layout() if self._kind is MemoryKind.DENSE and self._options.kv_unified else None,
             quant_tag=model.facts.ftype,
             memory_bytes=model.facts.size_bytes + use.kv_bytes + use.compute_bytes,
             sampling_defaults=_sampling_defaults(model.facts.sampling),

@@ -4,22 +4,10 @@ from __future__ import annotations
 
 import enum
 
+from erllama.types import PartKind as PartKind
+
 NAME_BYTES = 32
 ROOT_NAME = bytes(NAME_BYTES)  # the parent of every first block
-
-
-class PartKind(enum.IntEnum):
-    """What of a block's KV a part holds; each is stored, budgeted and evicted on its own."""
-
-    BASE = 1  # full-attention KV of the block; empty where a model has none, then it only holds the path
-    WINDOW = 2  # sliding-window layers
-    STATE = 3  # recurrent state at the block's end
-    WHOLE = 4  # the whole sequence state up to the block's end, where ranges cannot be cut out
-
-    @property
-    def suffix(self) -> str:
-        """The file-name suffix of this kind."""
-        return f".{self.name.lower()}.kvc"
 
 
 class SaveReason(enum.IntEnum):

@@ -36,7 +36,7 @@ class Pins:
         except Rejected as why:
             detail = {"key": "ttl_s", "value": ttl_s}
             raise InvalidOption(f"ttl_s={ttl_s!r}: expected {why}", detail=detail) from None
-        if handle.actor.cache is None or not handle.facts.ranges:
+        if handle.actor.cache is None or handle.facts.layout is None:
             raise NotSupported(f"the memory of {handle.model_id!r} is not kept, so nothing can be pinned")
         return cls(handle.actor, handle.actor.cache)
 
@@ -61,7 +61,7 @@ class Pins:
 def cached_bytes(handle: Handle, ids: list[int]) -> int:
     """Bytes of text of the longest beginning of `ids` that a live sequence or the store holds."""
     actor, n = handle.actor, handle.actor.n_live(ids)
-    if actor.cache is not None and handle.facts.ranges:
+    if actor.cache is not None and handle.facts.layout is not None:
         n = max(n, actor.cache.store.peek(actor.cache.identity, Prompt.of(ids))[0])
     detokenize: Callable[[Sequence[int]], bytes] = handle.optional("detokenize")
     return len(detokenize(ids[:n]))

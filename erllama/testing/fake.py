@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from erllama.backend import (
     BackendFacts,
+    Layout,
     MemoryKind,
     Row,
     Sampled,
@@ -111,7 +112,7 @@ class FakeBackend:
             memory_kind=self.memory_kind,
             streams_separate=self.streams_separate,
             shape_hash=b"FakeBackend",
-            ranges=self.memory_kind is MemoryKind.DENSE and not self.streams_separate,
+            layout=Layout() if self.memory_kind is MemoryKind.DENSE and not self.streams_separate else None,
         )
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import trio
 
-from erllama.backend import BackendFacts
+from erllama.backend import BackendFacts, Layout
 from erllama.engine.admission import Lanes
 from erllama.engine.memory_ops import Cut
 from erllama.engine.pace import Pace
@@ -42,7 +42,7 @@ def seq(prompt: list[int], session_id: object = None, purpose: Purpose = Purpose
 def lanes(n_slots: int = 2, n_cells: int = 1000) -> Lanes:
     """Empty lanes of a memory whose ranges can be shared."""
     return Lanes(
-        BackendFacts(n_ctx=1000, n_cells=n_cells, n_batch=512, n_slots=n_slots, n_vocab=9, ranges=True)
+        BackendFacts(n_ctx=1000, n_cells=n_cells, n_batch=512, n_slots=n_slots, n_vocab=9, layout=Layout())
     )
 
 

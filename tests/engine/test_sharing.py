@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from erllama.backend import BackendFacts
+from erllama.backend import BackendFacts, Layout
 from erllama.engine.admission import ASLEEP_S, Lanes
 from erllama.engine.memory_ops import Cut, Share
 from erllama.engine.pace import Pace
@@ -25,7 +25,9 @@ HEAD = list(range(1, 41))
 
 def lanes(n_slots: int = 3, n_cells: int = 500, save=lambda _: None) -> Lanes:
     """Empty lanes over dense memory."""
-    facts = BackendFacts(n_ctx=1000, n_cells=n_cells, n_batch=512, n_slots=n_slots, n_vocab=99, ranges=True)
+    facts = BackendFacts(
+        n_ctx=1000, n_cells=n_cells, n_batch=512, n_slots=n_slots, n_vocab=99, layout=Layout()
+    )
     return Lanes(facts, save)
 
 

@@ -35,7 +35,7 @@ def test_imports(path: pathlib.Path) -> None:
     """Deciding modules and file modules know no trio; nobody knows an engine or llama.cpp."""
     found = imports(path)
     own = {name for name in found if name.startswith("erllama")}
-    assert own <= {"erllama.checks", "erllama.errors", "erllama.options"}
+    assert own <= {"erllama.checks", "erllama.errors", "erllama.options", "erllama.types"}
     if path.stem in PURE | THREADS:
         assert "trio" not in found
         shells = {
