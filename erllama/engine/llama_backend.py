@@ -24,7 +24,8 @@ from erllama.types import TokenLogprob
 
 from .fingerprint import file_sha256, model_files, shape_hash
 from .governor import ThreadGovernor
-from .llama_parts import FORMAT, PartMover, layout_of
+from .llama_parts import FORMAT, PartMover, layout_of, why_no_layout
+from .memory_check import MemoryCheck
 from .permit import PROCESS_PERMIT
 from .sampling import DEFAULTS
 
@@ -67,6 +68,7 @@ class LlamaBackend:
         self._batch: llama.Batch | None = None
         self._parts: PartMover | None = None
         self._layout: Layout | None = None
+        self._not_kept: str | None = None
         self._longest_piece: int | None = None
         self._permit = PROCESS_PERMIT.ticket()
         self._adapt_threads = adapt_threads
@@ -85,6 +87,8 @@ class LlamaBackend:
         """Make a running `open` give up."""
         self._progress.cancel()
         self._permit.give_up()
+        if (context := self._context) is not None:
+            context.abort.raise_flag()
 
     def open(self) -> BackendFacts:
         """Load the weights and make the context.
@@ -97,13 +101,13 @@ class LlamaBackend:
         self._model = model = llama.Model.open(self._path, self._model_options, progress=self._progress)
         self._params = _native_params(self._options, model.facts)
         self._context = context = self._open_context(model)
-        self._layout = layout_of(context)
-        self._parts = self._open_parts(context)
         _warn_of_what_will_disappoint(self._path, self._options, self._model_options, model.facts)
         self._batch = llama.Batch(context.n_batch, self._params.n_seq_max)
         self._kind = context.memory_kind
         if self._kind is MemoryKind.NONE:
             raise NotSupported(f"{self._path}: this model only embeds, it cannot generate")
+        shape = self._shape_hash()
+        self._open_parts(context, shape)
         n_slots, use = self._options.n_seq_max, context.memory_bytes
         per_request = min(self._options.n_ctx or model.facts.n_ctx_train, context.n_ctx_seq)
         return BackendFacts(
@@ -114,7 +118,7 @@ class LlamaBackend:
             n_vocab=model.facts.n_vocab,
             memory_kind=self._kind,
             streams_separate=not self._options.kv_unified,
-            shape_hash=self._shape_hash(),
+            shape_hash=shape,
             layout=self._layout,
             quant_tag=model.facts.ftype,
             memory_bytes=model.facts.size_bytes + use.kv_bytes + use.compute_bytes,
@@ -150,6 +154,7 @@ class LlamaBackend:
             facts.pop(bulky)
         return {
             **facts,
+            **({} if self._not_kept is None else {"not_kept": self._not_kept}),
             "memory": context.memory_bytes,
             "n_threads": self._params.n_threads,
             "build": llama.build_info(),
@@ -169,7 +174,8 @@ class LlamaBackend:
         """A fresh context on the same weights."""
         self._live_context().close()
         self._context = self._open_context(self._live_model())
-        self._parts = self._open_parts(self._context)
+        if self._layout is not None:
+            self._parts = PartMover(self._context, self._layout)
 
     def _open_context(self, model: llama.Model) -> llama.Context:
         if self._adapt_threads and self._params.n_threads > 1:
@@ -179,8 +185,34 @@ class LlamaBackend:
                 raise LoadCancelled(f"{self._path}: given up while another model was computing")
             return llama.Context.open(model, self._params)
 
-    def _open_parts(self, context: llama.Context) -> PartMover | None:
-        return None if self._layout is None else PartMover(context, self._layout)
+    def _open_parts(self, context: llama.Context, shape: bytes) -> None:
+        """Find out what of a sequence can be kept, and try it unless that was done before."""
+        layout = layout_of(context)
+        if layout is None:
+            self._not_kept = why_no_layout(context)
+            return
+        parts = PartMover(context, layout)
+        assert self._batch is not None
+        with self._permit.held(self._params.n_threads) as granted:
+            if not granted:
+                raise LoadCancelled(f"{self._path}: given up while another model was computing")
+            check = MemoryCheck(context, self._batch, parts, layout)
+            self._not_kept = check.failure(cache_dir() / "memory-checks" / self._context_hash(shape).hex())
+        if self._not_kept is None:
+            self._layout, self._parts = layout, parts
+        else:
+            log.warning("%s is not cached, its KV does not survive a save: %s", self._path, self._not_kept)
+
+    def _context_hash(self, shape: bytes) -> bytes:
+        """Everything that may decide whether KV comes back as it was saved."""
+        return shape_hash(
+            {
+                "shape": shape.hex(),
+                "model": dataclasses.asdict(self._model_options),
+                "context": dataclasses.asdict(self._options),
+                "cpu_variant": llama.build_info().cpu_variant,
+            }
+        )
 
     def _live_model(self) -> llama.Model:
         if self._model is None:
@@ -194,7 +226,7 @@ class LlamaBackend:
 
     def _live_parts(self) -> PartMover:
         if self._parts is None:
-            raise NotSupported(f"{self._path}: the KV of this model cannot be kept in parts")
+            raise NotSupported(f"{self._path}: its KV cannot be kept: {self._not_kept}")
         return self._parts
 
     def _seq_id(self, slot: int) -> int:

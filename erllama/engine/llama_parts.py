@@ -53,6 +53,13 @@ def layout_of(context: llama.Context) -> Layout | None:
     return None
 
 
+def why_no_layout(context: llama.Context) -> str:
+    """In words, where `layout_of` found none."""
+    if not context.params.kv_unified:
+        return "ranges cannot be copied between separate KV streams (kv_unified=False)"
+    return f"ranges of its {context.memory_kind.value} memory cannot be taken apart"
+
+
 class PartMover:
     """Exports and imports the parts that a layout has. Thread: the context's."""
 
