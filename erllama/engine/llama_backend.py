@@ -22,6 +22,8 @@ from erllama.kvcache.key import control_piece
 from erllama.llama.variant import cache_dir
 from erllama.types import TokenLogprob
 
+from .cold import cold_piece
+from .cold_probe import ColdProbe
 from .fingerprint import file_sha256, model_files, shape_hash
 from .governor import ThreadGovernor
 from .llama_parts import FORMAT, PartMover, layout_of, why_no_layout
@@ -119,6 +121,7 @@ class LlamaBackend:
             memory_kind=self._kind,
             streams_separate=not self._options.kv_unified,
             shape_hash=shape,
+            compute_hash=self._context_hash(shape),
             layout=self._layout,
             quant_tag=model.facts.ftype,
             memory_bytes=model.facts.size_bytes + use.kv_bytes + use.compute_bytes,
@@ -169,6 +172,25 @@ class LlamaBackend:
         if self._model is not None:
             self._model.close()
             self._model = None
+
+    def clear(self) -> None:
+        """Forget every sequence; what cells held stays where nobody looks."""
+        self._live_context().memory.clear(data=False)
+
+    def probe_cold(self) -> str | None:
+        """Try it, unless that was done before. Blocks for a few prefills."""
+        context, batch = self._live_context(), self._batch
+        piece = cold_piece(context.n_batch)
+        assert piece is not None
+        assert batch is not None
+        self._all_threads(context)
+        context.abort.arm(None)
+        with self._permit.held(self._params.n_threads) as granted:
+            if not granted:
+                raise LoadCancelled(f"{self._path}: given up while another model was computing")
+            probe = ColdProbe(context, batch, piece, context.n_ctx_seq, self._parts, self._layout)
+            shape = self._context_hash(self._shape_hash())
+            return probe.failure(cache_dir() / "cold-probes" / shape.hex())
 
     def rebuild(self) -> None:
         """A fresh context on the same weights."""
@@ -246,6 +268,8 @@ class LlamaBackend:
             )
             for row in step.rows
         ]
+        if step.exact:
+            self._all_threads(context)
         with self._permit.held(self._n_threads(step), at_most_s=step.budget_s) as granted:
             if not granted:
                 return StepResult(status=StepStatus.ABORTED)
@@ -253,7 +277,8 @@ class LlamaBackend:
             began, cpu_began = time.perf_counter(), time.process_time()
             rc = context.decode(batch)
             computed = time.perf_counter()
-            self._govern(context, computed - began, time.process_time() - cpu_began)
+            if not step.exact:
+                self._govern(context, computed - began, time.process_time() - cpu_began)
         if rc != 0:
             return StepResult(status=_status(rc, context.abort.cause), rc=rc, compute_s=computed - began)
         sampled = tuple(
@@ -266,6 +291,12 @@ class LlamaBackend:
             compute_s=computed - began,
             sample_s=time.perf_counter() - computed,
         )
+
+    def _all_threads(self, context: llama.Context) -> None:
+        """What must have the same bits every time is computed with as many threads every time."""
+        if self._governor is not None and self._governor.n != self._params.n_threads:
+            self._governor = ThreadGovernor(self._params.n_threads, time.monotonic(), _idle_s)
+            context.set_threads(self._params.n_threads, self._params.n_threads)
 
     def _govern(self, context: llama.Context, wall_s: float, cpu_s: float) -> None:
         if self._governor is None:

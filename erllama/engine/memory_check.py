@@ -13,16 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from erllama.backend import PartKind
-from erllama.errors import ErllamaError, LoadCancelled
-from erllama.files import try_write
 
 from .llama_parts import SCRATCH
+from .trial import Feeder, Mismatch, ordinary_tokens, verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
-
-    import numpy.typing as npt
 
     from erllama import llama
     from erllama.backend import Layout
@@ -32,12 +28,6 @@ if TYPE_CHECKING:
 RANGES = ((0, 24), (24, 48))
 N_TOKENS = RANGES[-1][1] + 1
 SEQ_ID = SCRATCH + 1
-PASSED = "passed"
-FAILED = "failed: "
-
-
-class Mismatch(Exception):
-    """What went in did not come out."""
 
 
 class MemoryCheck:
@@ -45,7 +35,7 @@ class MemoryCheck:
 
     def __init__(self, context: llama.Context, batch: llama.Batch, parts: PartMover, layout: Layout) -> None:
         self._context = context
-        self._batch = batch
+        self._feeder = Feeder(context, batch, SEQ_ID)
         self._parts = parts
         has = {PartKind.BASE: layout.base, PartKind.WINDOW: layout.window > 0, PartKind.STATE: layout.state}
         self._kinds = [kind for kind, there in has.items() if there]
@@ -56,31 +46,18 @@ class MemoryCheck:
         `remembered`: a file that holds the verdict of an earlier try, or will; without it each load tries.
         Raises: `LoadCancelled` if the decode is aborted.
         """
-        known = _read(remembered)
-        if known is not None:
-            return known.removeprefix(FAILED) if known.startswith(FAILED) else None
-        try:
-            self._run()
-            failure = None
-        except LoadCancelled:
-            raise
-        except (Mismatch, ErllamaError) as why:
-            failure = str(why)
-        finally:
-            self._context.memory.clear(data=False)
-        try_write(remembered, PASSED if failure is None else FAILED + failure)
-        return failure
+        return verdict(remembered, self._run, self._context.memory)
 
     def _run(self) -> None:
-        tokens = _ordinary_tokens(self._context.model, N_TOKENS)
+        tokens = ordinary_tokens(self._context.model, N_TOKENS)
         saved: dict[tuple[int, int, PartKind], bytes] = {}
         for start, end in RANGES:
-            self._feed(tokens[start:end], start)
+            self._feeder.feed(tokens[start:end], start)
             saved |= {(start, end, kind): self._export(start, end, kind) for kind in self._kinds}
-        expected = self._feed(tokens[-1:], N_TOKENS - 1)
+        expected = self._feeder.feed(tokens[-1:], N_TOKENS - 1)
         for _, end in RANGES:
             self._restore({key: data for key, data in saved.items() if key[1] <= end}, end)
-        if not np.array_equal(self._feed(tokens[-1:], N_TOKENS - 1), expected):
+        if not np.array_equal(self._feeder.feed(tokens[-1:], N_TOKENS - 1), expected):
             raise Mismatch("restored KV gives other logits than the KV that was saved")
 
     def _restore(self, saved: dict[tuple[int, int, PartKind], bytes], n: int) -> None:
@@ -104,19 +81,6 @@ class MemoryCheck:
             raise Mismatch(f"llama.cpp does not save all of the {kind.name} part of [{start}, {end})")
         return bytes(into)
 
-    def _feed(self, tokens: Sequence[int], pos: int) -> npt.NDArray[np.float32]:
-        """Compute the tokens; the logits of the last."""
-        for i in range(0, len(tokens), self._batch.capacity):
-            piece = tokens[i : i + self._batch.capacity]
-            self._batch.clear()
-            self._batch.add(SEQ_ID, piece, pos + i, output="last")
-            rc = self._context.decode(self._batch)
-            if rc == 2:  # llama.h: aborted
-                raise LoadCancelled("given up while its memory was checked")
-            if rc != 0:
-                raise Mismatch(f"llama_decode answered {rc}")
-        return self._context.logits(-1)
-
 
 def _needed(
     saved: dict[tuple[int, int, PartKind], bytes], kind: PartKind, n: int
@@ -127,20 +91,3 @@ def _needed(
         for key, data in sorted(saved.items())
         if key[2] is kind and (kind is not PartKind.STATE or key[1] == n)
     ]
-
-
-def _ordinary_tokens(model: llama.Model, n: int) -> list[int]:
-    """Tokens spread over the vocabulary, none of them a control token; always the same."""
-    n_vocab, vocab = model.facts.n_vocab, model.vocab
-    candidates = (1 + i * 7919 % max(1, n_vocab - 1) for i in range(n_vocab))
-    chosen = [t for t, _ in zip((t for t in candidates if not vocab.is_control(t)), range(n), strict=False)]
-    return [chosen[i % len(chosen)] for i in range(n)] if chosen else [0] * n
-
-
-def _read(remembered: Path) -> str | None:
-    """The verdict, or None if there is none that can be understood."""
-    try:
-        text = remembered.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None
-    return text if text == PASSED or text.startswith(FAILED) else None

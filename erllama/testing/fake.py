@@ -216,6 +216,14 @@ class FakeBackend:
         """See `OptionalBackend.n_kv`."""
         return self._held(slot).n
 
+    def clear(self) -> None:
+        """See `OptionalBackend.clear`."""
+        self.slots.clear()
+
+    def probe_cold(self) -> str | None:
+        """See `OptionalBackend.probe_cold`: arithmetic has no other bits."""
+        return None
+
     def rebuild(self) -> None:
         """See `OptionalBackend.rebuild`."""
         self.n_rebuilt += 1
