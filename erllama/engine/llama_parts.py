@@ -44,13 +44,25 @@ def layout_of(context: llama.Context) -> Layout | None:
     match context.memory_kind:
         case MemoryKind.DENSE:
             return Layout()
-        case MemoryKind.WINDOW if context.state_size(SCRATCH, partial=True) < context.state_size(SCRATCH):
+        case MemoryKind.WINDOW if _has_partial_sections(context):
             return Layout(window=context.model.facts.n_swa)
-        case MemoryKind.HYBRID:
+        case MemoryKind.HYBRID if _has_partial_sections(context):
             return Layout(state=True)
         case MemoryKind.RECURRENT:
             return Layout(base=False, state=True)
     return None
+
+
+def _has_partial_sections(context: llama.Context) -> bool:
+    """Whether a saved state ends with what `partial` gives, and begins with something else."""
+    whole, partial = _empty_state(context, partial=False), _empty_state(context, partial=True)
+    return len(partial) < len(whole) and whole.endswith(partial[HEADER_BYTES:])
+
+
+def _empty_state(context: llama.Context, *, partial: bool) -> bytes:
+    state = bytearray(context.state_size(SCRATCH, partial=partial))
+    context.state_get(SCRATCH, state, partial=partial)
+    return bytes(state)
 
 
 def why_no_layout(context: llama.Context) -> str:
@@ -70,17 +82,11 @@ class PartMover:
         self._layout = layout
         self._window = context.model.facts.n_swa
         self._staging: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
-        self._no_partial = self._partial_of_nothing()
+        # The partial sections of an empty sequence; none where nothing is left out of a base part.
+        split = layout.base and not layout.cuttable
+        self._no_partial = memoryview(_empty_state(context, partial=True))[HEADER_BYTES:] if split else b""
         # A hybrid may have windows too: they go with the state, which needs them.
-        self._state_has_cells = layout.base and layout.state and saved_state.has_cells(self._no_partial)
-
-    def _partial_of_nothing(self) -> memoryview:
-        """The partial sections of an empty sequence; none where nothing is left out of a base part."""
-        if self._layout.cuttable or not self._layout.base:
-            return memoryview(b"")
-        state = bytearray(self._context.state_size(SCRATCH, partial=True))
-        self._context.state_get(SCRATCH, state, partial=True)
-        return memoryview(bytes(state))[HEADER_BYTES:]
+        self._state_has_cells = layout.state and saved_state.has_cells(self._no_partial)
 
     # --- taking out ---
 

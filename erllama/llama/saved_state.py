@@ -31,7 +31,7 @@ def label(state: memoryview) -> int | None:
     return int(_LABEL.unpack_from(state, _LABEL_AT)[0]) if len(state) >= HEADER_BYTES else None
 
 
-def has_cells(section: memoryview) -> bool:
+def has_cells(section: memoryview | bytes) -> bool:
     """Whether a section of an empty sequence is that of an attention cache, not of a recurrent one."""
     return len(section) >= _CELLS.size and _CELLS.unpack_from(section) == (1, 0)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     OpenApart = Callable[..., "Apart"]
 
 GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, seed=1)
-KINDS = ["dense", "window", "hybrid", "recurrent"]  # tiny models whose sequences have parts
+KINDS = ["dense", "window", "hybrid", "hybrid_window", "recurrent"]  # tiny models whose sequences have parts
 Saved = dict[tuple[int, int, PartKind], bytes]
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from erllama.backend import MemoryKind, PartKind, Row, Step, StepStatus
+from erllama.engine import llama_parts
 from erllama.engine.llama_backend import LlamaBackend
 from erllama.errors import EngineError, NotSupported
 from erllama.options import ContextOptions, ModelOptions
@@ -42,6 +43,7 @@ def test_layouts(open_apart: OpenApart) -> None:
         "dense": (True, 0, False),
         "window": (True, W, False),
         "hybrid": (True, 0, True),
+        "hybrid_window": (True, 0, True),
         "recurrent": (False, 0, True),
     }
 
@@ -133,7 +135,7 @@ def test_sharing(open_apart: OpenApart, kind: str) -> None:
     assert equal(apart.go_on(0, 90), reference.go_on(0, 90))
 
 
-@pytest.mark.parametrize("kind", ["dense", "window", "hybrid"])
+@pytest.mark.parametrize("kind", ["dense", "window", "hybrid", "hybrid_window"])
 def test_no_room(open_apart: OpenApart, kind: str) -> None:
     """Too few free cells: refused, and nothing changed for anybody."""
     source = open_apart(kind, n_ctx=256)
@@ -196,7 +198,7 @@ def test_a_window_reaches_as_far_as_the_next_token_looks(open_apart: OpenApart) 
     assert equal(target.go_on(0, W + 1), source.go_on(0, W + 1))
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "recurrent"])
+@pytest.mark.parametrize("kind", ["hybrid", "hybrid_window", "recurrent"])
 def test_a_state_is_there_at_its_end_only(open_apart: OpenApart, kind: str) -> None:
     """Before and after that length: 0."""
     apart = open_apart(kind)
@@ -246,6 +248,27 @@ def test_separate_streams_are_not_taken_apart(tiny_gguf: Callable[[str], Path]) 
     for ask in (lambda: backend.export_bytes(0, 0, 1), lambda: backend.is_at(0, 0)):
         with pytest.raises(NotSupported, match="kv_unified=False"):
             ask()
+    backend.close()
+
+
+@pytest.mark.parametrize("kind", ["window", "hybrid"])
+@pytest.mark.parametrize(
+    ("whole", "partial"), [(b"12345678ab", b"12345678ab"), (b"12345678abc", b"12345678b")]
+)
+def test_an_unknown_order_of_sections_is_not_taken_apart(
+    tiny_gguf: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    whole: bytes,
+    partial: bytes,
+) -> None:
+    """llama.cpp has memories that put something behind the state, and may get others."""
+    states = {False: whole, True: partial}
+    monkeypatch.setattr(llama_parts, "_empty_state", lambda _, *, partial: states[partial])
+    backend = LlamaBackend(str(tiny_gguf(kind)), ModelOptions(), ContextOptions(n_ctx=256).resolved())
+    facts = backend.open()
+    assert facts.layout is None
+    assert f"{kind} memory" in facts.details["not_kept"]
     backend.close()
 
 

@@ -82,6 +82,7 @@ def test_all_kinds_pass(open_backend: Callable[..., Any], verdicts: Path, kind: 
         ("window", PartKind.WINDOW),
         ("hybrid", PartKind.BASE),
         ("hybrid", PartKind.STATE),
+        ("hybrid_window", PartKind.STATE),
         ("recurrent", PartKind.STATE),
     ],
 )

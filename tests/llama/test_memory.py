@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -60,6 +61,18 @@ def test_a_memory_that_cannot_be_cut_is_whole(
     monkeypatch.setattr(model, "memory_kinds", {})
     lib = model.lib
     monkeypatch.setitem(lib.__dict__, "memory_seq_rm", lambda *_: False)
+    context = open_context(model)
+    assert context.memory_kind is MemoryKind.WHOLE
+    with pytest.raises(NotSupported, match="whole sequences only"):
+        context.memory.cp(0, 1, 0, 10)
+
+
+def test_a_hybrid_that_aborts_on_ranges_is_whole(
+    tiny: Callable[[str], Model], open_context: OpenContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSeek-V4 says hybrid, and its memory asserts on a ranged copy: none ever reaches it."""
+    model = tiny("hybrid")
+    monkeypatch.setattr(model, "facts", dataclasses.replace(model.facts, architecture="deepseek4"))
     context = open_context(model)
     assert context.memory_kind is MemoryKind.WHOLE
     with pytest.raises(NotSupported, match="whole sequences only"):
