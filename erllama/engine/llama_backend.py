@@ -353,10 +353,10 @@ class LlamaBackend:
 
     def cut(self, slot: int, n_keep: int) -> bool:
         """Keep [0, n_keep); False where llama.cpp would answer true and be wrong, or cannot."""
-        memory, seq_id = self._live_context().memory, self._seq_id(slot)
+        memory, seq_id, parts = self._live_context().memory, self._seq_id(slot), self._parts
         if n_keep == 0:
             return memory.rm(seq_id, -1, -1)
-        if not memory.can_cut(seq_id, n_keep):
+        if not (memory if parts is None else parts).can_cut(seq_id, n_keep):
             return False
         return memory.rm(seq_id, n_keep, -1) and memory.pos_max(seq_id) == n_keep - 1
 

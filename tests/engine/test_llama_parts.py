@@ -9,6 +9,7 @@ import pytest
 from erllama.backend import MemoryKind, PartKind, Row, Step, StepStatus
 from erllama.engine import llama_parts
 from erllama.engine.llama_backend import LlamaBackend
+from erllama.engine.window_places import ring_size
 from erllama.errors import EngineError, NotSupported
 from erllama.options import ContextOptions, ModelOptions
 
@@ -153,6 +154,89 @@ def test_no_room(open_apart: OpenApart, kind: str) -> None:
     assert equal(apart.go_on(2, 10), reference.go_on(2, 10))
 
 
+def test_bytes_do_not_tell_where_their_cells_lie(open_apart: OpenApart, kind: str) -> None:
+    """D6: equal KV is equal bytes, also from cells between those of others."""
+    whole, scattered = open_apart(kind), open_apart(kind)
+    tokens = whole.tokens(60)
+    for at in range(0, 60, 20):  # between another sequence's, which then leaves
+        scattered.feed(1, scattered.tokens(20, seed=1), at)
+        scattered.feed(0, tokens[at : at + 20], at)
+    scattered.backend.cut(1, 0)
+    saved = {part: scattered.export(0, 0, 60, part) for part in scattered.kinds()}
+    for part, data in saved.items():
+        assert scattered.backend.import_(1, (0, 60), (0, 60), memoryview(data), part)
+    assert scattered.backend.is_at(1, 60)
+    for part, data in saved.items():
+        assert scattered.export(1, 0, 60, part) == data
+    assert whole.restore(0, {(0, 60, part): data for part, data in saved.items()}, 60)
+    for part, data in saved.items():
+        assert whole.export(0, 0, 60, part) == data
+
+
+# --- the ring of a window cache ---
+
+
+RING = {"n_seq_max": 1, "n_batch": 64}  # 256 window cells
+
+
+@pytest.mark.parametrize("kind", ["window", "hybrid_window"])
+@pytest.mark.parametrize(
+    ("n", "block"), [(256, 64), (257, 64), (300, 64), (330, 50), (513, 256), (1000, 256)]
+)
+def test_a_restore_starts_the_ring_where_it_was(open_apart: OpenApart, kind: str, n: int, block: int) -> None:
+    """X3: the order of cells decides about bits, also when the window cache has been filled several times."""
+    check_round_trip(open_apart(kind, **RING), open_apart(kind, **RING), n, block)
+
+
+def test_the_size_of_the_ring(open_apart: OpenApart) -> None:
+    """llama.cpp reuses the first cell when as many tokens were computed: pos_min then leaves 0."""
+    for shape in (RING, {"n_seq_max": 3, "n_batch": 128}):
+        apart = open_apart("window", **shape)
+        size = ring_size(apart.backend._live_context())
+        tokens = apart.tokens(size + 1)
+        for pos in range(0, size, 32):
+            apart.feed(0, tokens[pos : pos + 32], pos)
+        assert apart.backend._live_context().memory.pos_min(1) == 0
+        apart.feed(0, tokens[size:], size)
+        assert apart.backend._live_context().memory.pos_min(1) == 1
+
+
+def test_held_places_are_never_taken_for_a_window(open_apart: OpenApart) -> None:
+    """They are counted by llama.cpp as the sequence's own cells: not exported, not cut to, not shared on."""
+    source, target = (
+        open_apart("window", **RING | {"n_seq_max": 2}),
+        open_apart("window", **RING | {"n_seq_max": 2}),
+    )
+    saved = source.compute(0, source.tokens(500), 50)
+    assert target.restore(0, saved, 500)
+    memory = target.backend._live_context().memory
+    assert memory.pos_min(1) < 400 - W
+    target.backend.share(0, 1, 0, 500)
+    for slot in (1, 0):
+        for start, end in ((300, 350), (350, 400), (399, 450)):
+            assert target.export(slot, start, end, PartKind.WINDOW) == b""
+        for start, end in ((400, 450), (450, 500)):
+            assert target.export(slot, start, end, PartKind.WINDOW) == saved[start, end, PartKind.WINDOW]
+        assert not target.backend.cut(slot, 400)
+        assert target.backend.is_at(slot, 500)
+        assert target.backend.cut(slot, 0)
+    target.feed(0, target.tokens(200)[:50], 0)  # emptied: everything is real again
+    assert target.export(0, 0, 50, PartKind.WINDOW)
+    assert target.backend.cut(0, 20)
+
+
+def test_too_few_windows_are_noticed_beside_held_places(open_apart: OpenApart) -> None:
+    """A resume that lacks the first of the window parts it needs is none."""
+    source, target = open_apart("window", **RING), open_apart("window", **RING)
+    saved = source.compute(0, source.tokens(500), 50)
+    needed = target.needed(saved, 500)
+    first = min(key for key in needed if key[2] is PartKind.WINDOW)
+    del needed[first]
+    for (start, end, part), data in needed.items():
+        assert target.backend.import_(0, (start, end), (start, end), memoryview(data), part)
+    assert not target.backend.is_at(0, 500)
+
+
 # --- what is not, or no longer, there ---
 
 
@@ -193,7 +277,6 @@ def test_a_window_reaches_as_far_as_the_next_token_looks(open_apart: OpenApart) 
     assert not target.backend.is_at(0, W + 1)
     assert target.backend.cut(0, 0)
     assert target.restore(0, saved, W + 1)
-    assert target.backend._live_context().memory.pos_min(1) == 2
     assert target.backend.is_at(0, W + 1)
     assert equal(target.go_on(0, W + 1), source.go_on(0, W + 1))
 

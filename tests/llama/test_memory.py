@@ -130,6 +130,20 @@ def test_removing_a_tail(tiny: Callable[[str], Model], open_context: OpenContext
     assert context.memory.pos_max(0) == -1
 
 
+def test_emptying_is_counted(tiny: Callable[[str], Model], open_context: OpenContext) -> None:
+    """Whoever remembers something of a sequence can tell that it is another one now."""
+    memory = open_context(tiny("dense")).memory
+    before = [memory.n_emptied(s) for s in range(3)]
+    memory.rm(0, 5)
+    assert [memory.n_emptied(s) for s in range(3)] == before
+    memory.rm(0)
+    memory.clear(data=False)
+    memory.keep(2)
+    assert [memory.n_emptied(s) - before[s] for s in range(3)] == [3, 2, 1]
+    with pytest.raises(InvalidBatch):
+        memory.n_emptied(3)
+
+
 def test_a_dense_cut_is_right(tiny: Callable[[str], Model], open_context: OpenContext) -> None:
     """Going on after a cut of dense memory gives the bits of never having gone further."""
     context, reference = open_context(tiny("dense")), open_context(tiny("dense"))
