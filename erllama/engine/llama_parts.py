@@ -25,7 +25,7 @@ from erllama.backend import Layout, MemoryKind, PartKind
 from erllama.errors import EngineError
 from erllama.llama import saved_state
 from erllama.llama.saved_state import HEADER_BYTES
-from erllama.llama.state_order import sort_cells
+from erllama.llama.state_order import end_of_cells, sort_cells
 
 from .window_places import WindowPlaces
 
@@ -222,8 +222,11 @@ class PartMover:
         if part is PartKind.BASE:
             fits = first == start
         else:
-            at_most = 0 if part is PartKind.STATE else start
-            fits = at_most <= first <= max(at_most, end - self._window + 1)
+            least = 0 if part is PartKind.STATE else start
+            fits = least <= first <= max(least, end - self._window + 1)
+        if part is PartKind.STATE:
+            at = end_of_cells(data, SCRATCH)
+            fits = fits and at is not None and saved_state.state_position(data[at:]) == end - 1
         return fits and np.array_equal(positions, np.arange(first, end))
 
     def _read(self, data: memoryview, part: PartKind) -> bool:

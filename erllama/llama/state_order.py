@@ -51,6 +51,17 @@ def sort_cells(state: memoryview, seq_id: int) -> bool:
     return True
 
 
+def end_of_cells(state: memoryview, seq_id: int) -> int | None:
+    """Where the attention sections end: at the end, or at a state of their last position; else None."""
+    tables = _attention(state, HEADER_BYTES, seq_id)
+    return None if tables is None else _end_of(tables)
+
+
+def _end_of(tables: list[Table]) -> int:
+    """A section's end; without layers it ends with their number."""
+    return max(tables[-1].end, tables[0].end + _LAYERS.size)
+
+
 def _attention(state: memoryview, at: int, seq_id: int) -> list[Table] | None:
     """The tables of the sections from `at` on, the first of an attention cache; None if they do not fit."""
     cells = cells_of(state[at:], seq_id)
@@ -63,7 +74,7 @@ def _attention(state: memoryview, at: int, seq_id: int) -> list[Table] | None:
             tables = [meta, *_layers(state, meta, has_v)]
         except struct.error:  # beyond the end
             continue
-        end = max(tables[-1].end, meta.end + _LAYERS.size)
+        end = _end_of(tables)
         rest = state[end:]
         if (
             not rest or state_position(rest) == cells[order[-1], 0]
