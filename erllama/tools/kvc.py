@@ -26,10 +26,11 @@ from erllama.kvcache.lookuplog import read_log
 from erllama.kvcache.root import TierBusy
 from erllama.kvcache.sim import Simulation
 from erllama.kvcache.tiers import DiskTier
+from erllama.sizes import parse_bytes
 
 from . import show
 from .folder import build_nodes, count_by, expand, nodes_folder, read_file
-from .preview import parse_bytes, show_text
+from .preview import show_text
 from .prune import choose
 
 if TYPE_CHECKING:

@@ -10,8 +10,10 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from erllama.sizes import show_bytes
+
 from .folder import roots, subtree_bytes
-from .preview import show_bytes, show_text
+from .preview import show_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
