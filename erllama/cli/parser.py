@@ -36,8 +36,10 @@ that begins like an earlier one starts at once. --no-cache keeps nothing.
 """
 
 DEMO_EXAMPLES = """\
-The demo fetches and loads SmolLM2-135M-Instruct, streams an answer, and then answers eight prompts
-one by one and all together. It needs no network once the model is there.
+The demo fetches and loads SmolLM2-135M-Instruct, streams an answer, answers eight prompts one by one and
+all together, and then shows what the cache is worth: a prompt of 2,000 tokens cold, again, continued, edited
+in the middle, after a restart, and as the head of eight agents. It takes about a minute, keeps nothing, and
+needs no network once the model is there.
 """
 
 
@@ -79,7 +81,7 @@ def _build() -> tuple[Parser, dict[str, Parser]]:
     commands = {
         "generate": _add_generate(choices),
         "demo": choices.add_parser(
-            "demo", help="load a small model, answer, show the speed", description=DEMO_EXAMPLES
+            "demo", help="load a small model, answer, show batching and the cache", description=DEMO_EXAMPLES
         ),
         "version": choices.add_parser("version", help="versions of erllama, llama.cpp and the native build"),
     }
