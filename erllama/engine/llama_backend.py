@@ -21,7 +21,7 @@ from erllama.backend import BackendFacts, Layout, MemoryKind, Sampled, StepResul
 from erllama.errors import ErllamaError, HandleClosed, LoadCancelled, NotSupported
 from erllama.kvcache.key import control_piece
 from erllama.llama.variant import cache_dir
-from erllama.types import TokenLogprob
+from erllama.types import PartKind, TokenLogprob
 
 from .fingerprint import file_sha256, model_files, shape_hash
 from .governor import ThreadGovernor
@@ -286,13 +286,15 @@ class LlamaBackend:
         """Ranged `seq_cp`: metadata only."""
         self._live_context().memory.cp(src, dst, start, end)
 
-    def export_bytes(self, slot: int, start: int, end: int) -> int:
+    def export_bytes(self, slot: int, start: int, end: int, part: PartKind = PartKind.BASE) -> int:
         """Size of the range's state."""
         context = self._live_context()
         with self._on_scratch(slot, start, end):
             return context.state_size(self._scratch)
 
-    def export(self, slot: int, start: int, end: int, into: memoryview) -> int:
+    def export(
+        self, slot: int, start: int, end: int, into: memoryview, part: PartKind = PartKind.BASE
+    ) -> int:
         """Serialise the range through the scratch sequence, so equal KV gives equal bytes."""
         context = self._live_context()
         with self._on_scratch(slot, start, end):
@@ -307,7 +309,14 @@ class LlamaBackend:
         finally:
             memory.rm(self._scratch)
 
-    def import_(self, slot: int, block: tuple[int, int], wanted: tuple[int, int], data: memoryview) -> bool:
+    def import_(
+        self,
+        slot: int,
+        block: tuple[int, int],
+        wanted: tuple[int, int],
+        data: memoryview,
+        part: PartKind = PartKind.BASE,
+    ) -> bool:
         """Restore into the scratch sequence, check what arrived, then let the slot hold what it wants."""
         context, memory = self._live_context(), self._live_context().memory
         try:

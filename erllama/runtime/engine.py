@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, Never, TypedDict, Unpack
 import trio
 
 from erllama.engine.cache_link import CacheLink
+from erllama.engine.cold import cold_shape_hash
 from erllama.engine.handle import Handle
 from erllama.engine.home import current_home, require_home
 from erllama.errors import (
@@ -155,8 +156,14 @@ class Engine:
         pieces: Callable[[Sequence[int]], list[bytes]] = getattr(
             backend, "key_pieces", lambda tokens: [b""] * len(tokens)
         )
-        identity = Identity(shape_hash=facts.shape_hash, n_ctx=facts.n_ctx)
-        return CacheLink(store=self.cache.store, identity=identity, policy=policy, tier=tier, pieces=pieces)
+        return CacheLink(
+            store=self.cache.store,
+            identity=Identity(shape_hash=facts.shape_hash, n_ctx=facts.n_ctx),
+            cold_identity=Identity(shape_hash=cold_shape_hash(facts), n_ctx=facts.n_ctx),
+            policy=policy,
+            tier=tier,
+            pieces=pieces,
+        )
 
     def _claim_id(self, model_id: str | None, file: str | None) -> str:
         if model_id is None:

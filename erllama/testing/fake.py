@@ -30,7 +30,7 @@ from erllama.backend import (
     StepStatus,
 )
 from erllama.errors import InvalidContent, InvalidGrammar
-from erllama.types import TokenLogprob
+from erllama.types import PartKind, TokenLogprob
 
 _CELL = struct.Struct("<ii")  # position, token
 EOG = 256  # ends a generation
@@ -159,18 +159,27 @@ class FakeBackend:
         assert len(target) == start, f"slot {dst} holds {len(target)}, the shared range starts at {start}"
         target.update({pos: cells[pos] for pos in range(start, end)})
 
-    def export_bytes(self, slot: int, start: int, end: int) -> int:
+    def export_bytes(self, slot: int, start: int, end: int, part: PartKind = PartKind.BASE) -> int:
         """See `OptionalBackend.export_bytes`: two numbers of four bytes a token."""
         return 8 * (end - start)
 
-    def export(self, slot: int, start: int, end: int, into: memoryview) -> int:
+    def export(
+        self, slot: int, start: int, end: int, into: memoryview, part: PartKind = PartKind.BASE
+    ) -> int:
         """See `OptionalBackend.export`."""
         cells = self.memory[slot]
         payload = b"".join(_CELL.pack(pos, cells[pos]) for pos in range(start, end))
         into[: len(payload)] = payload
         return len(payload)
 
-    def import_(self, slot: int, block: tuple[int, int], wanted: tuple[int, int], data: memoryview) -> bool:
+    def import_(
+        self,
+        slot: int,
+        block: tuple[int, int],
+        wanted: tuple[int, int],
+        data: memoryview,
+        part: PartKind = PartKind.BASE,
+    ) -> bool:
         """See `OptionalBackend.import_`."""
         arrived = dict(_CELL.iter_unpack(data))
         if list(arrived) != list(range(*block)) or len(self.memory.get(slot, {})) != wanted[0]:
