@@ -38,6 +38,12 @@ class Layout:
     state: bool = False
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the parts that blocks have."""
+        has = {"base": self.base, "window": bool(self.window), "state": self.state}
+        return tuple(name for name, there in has.items() if there)
+
+    @property
     def cuttable(self) -> bool:
         """Whether a sequence can be cut at any token."""
         return self.base and not self.window and not self.state

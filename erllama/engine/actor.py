@@ -36,7 +36,7 @@ from erllama.errors import (
 )
 
 from .admission import Lanes
-from .cold import cold_piece
+from .cold import ColdPromise, cold_piece
 from .hits import HitBook
 from .model_thread import ModelThread
 from .pace import Pace
@@ -86,6 +86,7 @@ class Actor:
         self._thread = ModelThread(backend, runner, self._lanes.take_ops)
         self._recovery = Recovery(model_id, self._lanes, self._thread, cache)
         self.cache = cache  # whose KV this is, and where it is kept
+        self.cold = ColdPromise(backend, facts)
         self._saver = self._resumer = self._hint = None
         if cache is not None and facts.layout is not None:
             self._saver = Saver(cache, facts, self._lanes, self._thread, self.wake)
@@ -132,10 +133,13 @@ class Actor:
     def submit(self, seq: Sequence) -> None:
         """Queue a request.
 
-        Raises: `StickyBusy`, `SeqCapacity` (on_full="error"), or the reason why the actor ended.
+        Raises: `NotSupported` (exact="cold" where it does not hold), `StickyBusy`, `SeqCapacity`
+        (on_full="error"), or the reason why the actor ended.
         """
         if self._stopped is not None:
             raise copy.copy(self._stopped)
+        if seq.exact and (refusal := self.cold.refusal(self.model_id)) is not None:
+            raise refusal
         session_id = seq.options.session_id
         if session_id is not None and self._of_session(session_id):
             raise StickyBusy(f"session {session_id!r} already has a request in flight; wait for its end")
@@ -314,7 +318,7 @@ class Actor:
 
     def _start_restore(self, seq: Sequence) -> None:
         # What an older sequence has or is computing is taken from there; the store is read once for all.
-        if self._needs_store(seq):
+        if self._needs_store(seq) or (seq.exact and not self.cold.known):
             self._nursery.start_soon(self._restore, seq, seq.n_admitted)
         else:
             self._restored(seq)
@@ -327,21 +331,30 @@ class Actor:
         return self._hint.is_pending(seq) or self._resumer.has_more(seq)
 
     async def _restore(self, seq: Sequence, stay: int) -> None:
-        assert self._resumer is not None
-        assert self._hint is not None
-
         def waits() -> bool:
             return seq.phase is Phase.RESTORE and seq.n_admitted == stay
 
         try:
-            if self._hint.is_pending(seq):
+            if seq.exact and not self.cold.known and (error := await self._probe_cold()) is not None:
+                if waits():
+                    self._lanes.release(seq.fail(error))
+                return
+            if self._hint is not None and self._hint.is_pending(seq):
                 await self._hint.wait(seq)
-            if waits():
+            if waits() and self._resumer is not None and seq.options.cache != "off":
                 await self._resumer.restore(seq, stay)
         finally:
             if waits():
                 self._restored(seq)
-                self.wake()
+            self.wake()
+
+    async def _probe_cold(self) -> ErllamaError | None:
+        """Find out whether exact="cold" holds; why it cannot be offered, if it cannot. Nobody else runs."""
+        try:
+            self.cold.learned(await self._thread.probe_cold())
+        except ErllamaError as error:
+            return error
+        return self.cold.refusal(self.model_id)
 
     def _restored(self, seq: Sequence) -> None:
         self.hits.admitted(seq)

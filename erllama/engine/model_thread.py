@@ -60,10 +60,13 @@ class ModelThread:
 
     async def step(self, step: Step) -> StepResult:
         """Compute a step. Raises: what the backend raises; the context must be rebuilt then."""
-        # Here and not in the step: a cancel between here and there must not be forgotten.
+        self._clear_abort()
+        return await self._run(self._backend.step, step)
+
+    def _clear_abort(self) -> None:
+        # Here and not in the call: a cancel between here and there must not be forgotten.
         clear_abort: Callable[[], None] = getattr(self._backend, "clear_abort", lambda: None)
         clear_abort()
-        return await self._run(self._backend.step, step)
 
     async def cut_to_known(self, targets: list[tuple[int, int]]) -> list[int]:
         """Cut each (slot, most) to what memory surely holds and is wanted; returns what was kept."""
@@ -122,6 +125,7 @@ class ModelThread:
 
     async def probe_cold(self) -> str | None:
         """Why a warm run would not give the bits of a cold one; None if it does. Memory must be empty."""
+        self._clear_abort()
         return await self._run(self._backend.probe_cold)
 
     def abort(self) -> None:
