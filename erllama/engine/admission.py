@@ -412,6 +412,10 @@ class Lanes:
         else:
             self._vacate(slot)
 
+    def respelled(self, seq: Sequence) -> None:
+        """The ids of its prompt are others now."""
+        self._alike = {pair: n for pair, n in self._alike.items() if seq.arrival not in pair}
+
     def cut_back(self, seq: Sequence, n: int) -> None:
         """A restore of `seq` that failed leaves it with [0, n)."""
         self._ops.append(Cut(seq.slot, n))

@@ -16,11 +16,11 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from erllama.errors import ErllamaError
-from erllama.kvcache.key import Prompt
 from erllama.kvcache.kinds import PartKind
 
 from .cold import cold_piece
 from .restore_plan import Piece, RestorePlan, StoredNode, plan_restore
+from .spelling import Spelling
 from .state import Phase
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class Resumer:
         self._cache = cache
         self._layout: Layout = facts.layout
         self._grid = cold_piece(facts.n_batch) or 1
+        self._spelling = Spelling(cache, facts, lanes)
         self._lanes = lanes
         self._thread = thread
 
@@ -53,11 +54,10 @@ class Resumer:
         On a tie the next node may still begin like the prompt; but what a running sequence is about to have
         is not read a second time, and where a session goes on it is not worth a look.
         """
-        n_stored = self._cache.store.peek(self._cache.identity_of(seq), Prompt.of(seq.ledger))[0]
         n_led = self._lanes.n_led(seq)
         if n_led > seq.n_kv or seq.is_sticky:
-            return n_stored > n_led
-        return n_stored >= seq.n_kv
+            return self._spelling.is_longer(seq, n_led, or_equal=False) or self._spelling.gains(seq)
+        return self._spelling.is_longer(seq, seq.n_kv, or_equal=True)
 
     async def restore(self, seq: Sequence, stay: int) -> None:
         """Bring into memory what is stored and not there yet, during the `stay`th stay of `seq` in a slot.
@@ -70,10 +70,7 @@ class Resumer:
 
     async def _try(self, seq: Sequence, stay: int) -> bool:
         """One look-up and one restore; True if another may find something else."""
-        prompt = Prompt.of(seq.ledger)
-        match = await self._cache.store.find(
-            self._cache.identity_of(seq), prompt, resume_key=seq.options.parent_key
-        )
+        match = await self._spelling.find(seq, lambda: _still_wants(seq, stay))
         _note_reach(seq, match)
         with self._cache.store.lease(match) as lease:
             plan = self._plan(seq, match, lease)

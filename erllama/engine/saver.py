@@ -231,6 +231,11 @@ class Saver:
             self._done(node)  # not when cancelled: `drain` begins with it again
         self._idle.set()
 
+    @property
+    def must_capture(self) -> bool:
+        """Whether something will be gone after the next step."""
+        return bool(self._fleeting) or self._capturing.locked()
+
     async def capture(self) -> None:
         """Take what will be gone after the next step. Cancellation: the rest is taken by the next call."""
         async with self._capturing:
