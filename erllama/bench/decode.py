@@ -43,7 +43,7 @@ async def measure_decode(settings: Settings) -> Found:
             ask = partial(_ask, own, n, n_prompt, n_out)
             runs = await take_turns(settings.n_runs, *(partial(ask, side) for side in sides))
             _add(found, n, runs)
-            found.figures.append(await _overhead(own, n, partial(ask, own)))
+            found.figures += await _overhead(own, n, partial(ask, own))
     return found
 
 
@@ -70,15 +70,17 @@ def _second(sides: list[list[float]]) -> list[float]:
     return sides[1] if len(sides) > 1 else []
 
 
-async def _overhead(own: Own, n: int, ask: Callable[[int], Awaitable[list[Answer]]]) -> Figure:
-    """What a step takes outside `llama_decode`, with prefill steps among them."""
+async def _overhead(own: Own, n: int, ask: Callable[[int], Awaitable[list[Answer]]]) -> list[Figure]:
+    """What a step takes besides `llama_decode`, prefill steps among them: sampling, and everything else."""
     before, began = own.statistics, time.perf_counter()
     await ask(-1)
     after, elapsed_s = own.statistics, time.perf_counter() - began
-    outside_s = elapsed_s - (after.compute_s - before.compute_s)
-    return single(
-        f"{n}: a step outside llama_decode", "ms", [1000 * outside_s / (after.n_steps - before.n_steps)]
-    )
+    n_steps, sample_s = after.n_steps - before.n_steps, after.sample_s - before.sample_s
+    rest_s = elapsed_s - sample_s - (after.compute_s - before.compute_s)
+    return [
+        single(f"{n}: sampling, a step", "ms", [1000 * sample_s / n_steps]),
+        single(f"{n}: all but decode and sampling, a step", "ms", [1000 * rest_s / n_steps]),
+    ]
 
 
 async def measure_neighbours(settings: Settings) -> Found:

@@ -71,7 +71,8 @@ async def _ram(settings: Settings, own: Own, peer: LlamaServer | None, n: int, f
             inverted=True,
         )
     )
-    found.figures.append(against(name, "s", warm, theirs, "llama-server, its cache in RAM"))
+    if theirs:
+        found.figures.append(against(name, "s", warm, theirs, "llama-server, its cache in RAM"))
     found.figures.append(_against_memcpy(own, n, rounds[0]))
     _note_what_came_from_elsewhere(found, n, rounds[0])
 

@@ -37,15 +37,13 @@ async def measure(settings: Settings) -> Found:
             sides.append(await stack.enter_async_context(opened))
         ask = partial(_agents, own, n_head, n_tail, n_out)
         runs = await take_turns(settings.runs(2), *(partial(ask, side) for side in sides), warm_up=False)
+        once = [_n_once(_prompts(own, n_head, n_tail, run)) for run in range(1, len(runs[0]) + 1)]
     walls = [[wall_s(run) for run in side] for side in runs]
     found.figures.append(
         against("wall time", "s", walls[0], walls[1] if len(walls) > 1 else [], "llama-server", WALL_BAR)
     )
     for side, answers in zip(sides, runs, strict=True):
-        computed = [
-            sum(a.n_computed for a in answers[i]) / _n_once(_prompts(own, n_head, n_tail, i + 1))
-            for i in range(len(answers))
-        ]
+        computed = [sum(a.n_computed for a in run) / n for run, n in zip(answers, once, strict=True)]
         bar = ONCE_BAR if side is own else None
         found.figures.append(single(f"{side.name}: computed, of one head and the tails", "×", computed, bar))
     found.notes.append(
