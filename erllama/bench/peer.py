@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import trio
 
 from .answer import Answer
@@ -139,8 +140,9 @@ async def _is_up(process: subprocess.Popen[Any], port: int, within_s: float) -> 
         while process.poll() is None:
             with contextlib.suppress(OSError, PeerFailed):
                 status, _ = await request(port, "GET", "/health")
-                if status == 200:
-                    return process.poll() is None  # else somebody else has answered
+                # Somebody else may hold the port and answer, before ours finds it taken and ends.
+                if status == 200 and _holds(process, port):
+                    return True
             await trio.sleep(_LOOK_EVERY_S)
     return False
 
@@ -157,6 +159,16 @@ def _free_port() -> int:
         probe.bind((LOOPBACK, 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def _holds(process: subprocess.Popen[Any], port: int) -> bool:
+    """Whether the program, or one that it started, listens on the port."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            for socket_ in child.net_connections("tcp4"):
+                if socket_.status == psutil.CONN_LISTEN and socket_.laddr.port == port:
+                    return True
+    return False
 
 
 def _in_use(port: int) -> bool:

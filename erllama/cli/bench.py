@@ -11,7 +11,7 @@ import trio
 from erllama.bench.catalog import choose
 from erllama.bench.programs import find_programs
 from erllama.bench.run import Request, run_bench
-from erllama.errors import InvalidOption
+from erllama.errors import EngineError, InvalidOption
 from erllama.options import default_threads
 
 from .progress import default_path, show_warnings
@@ -53,7 +53,9 @@ async def _bench(arguments: argparse.Namespace, workloads: list[Workload], progr
         plots=None if arguments.plots is None else Path(arguments.plots),
         say=_say,
     )
-    await run_bench(asked)
+    outcomes = await run_bench(asked)
+    if failed := [outcome.id for outcome in outcomes if outcome.failure is not None]:
+        raise EngineError(f"not measured: {', '.join(failed)}; the table says why", reason="not_measured")
 
 
 def _say(what: str) -> None:
