@@ -20,10 +20,9 @@ LOOPBACK = "127.0.0.1"
 _EVENT = b"data: "
 
 
-class PeerFailed(EngineError):
+def peer_failed(message: str) -> EngineError:
     """The peer did not start, ended, or refused a request; the message has its last words."""
-
-    reason = "peer_failed"
+    return EngineError(message, reason="peer_failed")
 
 
 class _Reader:
@@ -58,12 +57,12 @@ class _Reader:
     async def _more(self) -> None:
         data = await self._stream.receive_some()
         if not data:
-            raise PeerFailed("the peer closed the connection in the middle of its answer")
+            raise peer_failed("the peer closed the connection in the middle of its answer")
         self._data += data
 
 
 async def request(port: int, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-    """Status and parsed JSON (None if it is no JSON). Raises: `PeerFailed`, OSError while nobody listens."""
+    """Status and parsed JSON (None if it is no JSON). Raises: `EngineError`, OSError while nobody listens."""
     stream = await _send(port, method, path, body)
     async with stream:
         reader = _Reader(stream)
@@ -78,7 +77,7 @@ async def request(port: int, method: str, path: str, body: Any = None) -> tuple[
 async def stream_events(port: int, path: str, body: Any, on_event: Callable[[bytes], None]) -> bytes:
     """POST and hand each server-sent event's data to `on_event` as it comes; returns the last one's.
 
-    Raises: `PeerFailed` for any status but 200, and for a stream that breaks off.
+    Raises: `EngineError` for any status but 200, and for a stream that breaks off.
     Cancellation: the connection is closed, which ends the request at the peer.
     """
     stream = await _send(port, "POST", path, body)
@@ -87,7 +86,7 @@ async def stream_events(port: int, path: str, body: Any, on_event: Callable[[byt
         status, headers = await _head(reader)
         if status != 200:
             data = await _body(reader, headers)
-            raise PeerFailed(f"the peer answered {status}: {data[:500].decode(errors='replace')}")
+            raise peer_failed(f"the peer answered {status}: {data[:500].decode(errors='replace')}")
         pending, last = b"", b""
         while chunk := await _chunk(reader):
             *events, pending = (pending + chunk).split(b"\n\n")
@@ -120,7 +119,7 @@ async def _head(reader: _Reader) -> tuple[int, dict[str, str]]:
         name, _, value = line.decode("latin-1").partition(":")
         headers[name.strip().lower()] = value.strip()
     if len(status_line) < 2 or not status_line[1].isdigit():
-        raise PeerFailed("the peer does not speak HTTP")
+        raise peer_failed("the peer does not speak HTTP")
     return int(status_line[1]), headers
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from .http import PeerFailed
+from .http import peer_failed
 from .process import running
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 async def bench_prefill(settings: Settings, n_prompt: int) -> float:
     """Tokens per second of one cold prefill, after llama-bench's own warm-up.
 
-    Raises: `PeerFailed`. Cancellation: it is ended.
+    Raises: `EngineError`. Cancellation: it is ended.
     """
     assert settings.programs is not None
     command = [
@@ -33,16 +33,16 @@ async def bench_prefill(settings: Settings, n_prompt: int) -> float:
         code = await trio.to_thread.run_sync(process.wait, abandon_on_cancel=True)
     text = log.read_text(errors="replace")
     if code != 0:
-        raise PeerFailed(f"llama-bench ended with status {code}; its last lines: {text[-500:]}")
+        raise peer_failed(f"llama-bench ended with status {code}; its last lines: {text[-500:]}")
     return read_rate(text)
 
 
 def read_rate(text: str) -> float:
-    """The rate in llama-bench's JSON, around which its log may stand. Raises: `PeerFailed`."""
+    """The rate in llama-bench's JSON, around which its log may stand. Raises: `EngineError`."""
     lines = text.splitlines()
     try:
         began, ended = lines.index("["), len(lines) - lines[::-1].index("]")
         found: list[dict[str, Any]] = json.loads("\n".join(lines[began:ended]))
         return float(found[0]["avg_ts"])
     except (ValueError, KeyError, IndexError) as why:
-        raise PeerFailed(f"llama-bench's output cannot be read ({why}): {text[-300:]}") from None
+        raise peer_failed(f"llama-bench's output cannot be read ({why}): {text[-300:]}") from None

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import trio
 
+from erllama.errors import EngineError
+
 from .answer import Answer
-from .http import LOOPBACK, PeerFailed, request, stream_events
+from .http import LOOPBACK, peer_failed, request, stream_events
 from .process import running
 
 if TYPE_CHECKING:
@@ -58,7 +60,7 @@ class LlamaServer:
         ended = clock()
         final = json.loads(last)
         if "timings" not in final:
-            raise PeerFailed(f"llama-server broke off: {last[:500].decode(errors='replace')}")
+            raise peer_failed(f"llama-server broke off: {last[:500].decode(errors='replace')}")
         if len(times) > 1:
             times.pop()  # the closing event carries no token
         timings = final["timings"]
@@ -72,11 +74,11 @@ class LlamaServer:
         )
 
     async def slot(self, action: str, file: str) -> float:
-        """Save or restore slot 0; returns the seconds it took. Raises: `PeerFailed`."""
+        """Save or restore slot 0; returns the seconds it took. Raises: `EngineError`."""
         began = time.perf_counter()
         status, reply = await request(self.port, "POST", f"/slots/0?action={action}", {"filename": file})
         if status != 200:
-            raise PeerFailed(f"llama-server could not {action} its slot: {reply}")
+            raise peer_failed(f"llama-server could not {action} its slot: {reply}")
         return time.perf_counter() - began
 
 
@@ -92,7 +94,7 @@ async def open_peer(
 ) -> AsyncIterator[LlamaServer]:
     """A server for the block. `n_ctx` is all its cells; `cache_ram_mib` its own prompt cache in RAM.
 
-    Raises: `PeerFailed` with its last lines if it does not come up.
+    Raises: `EngineError` with its last lines if it does not come up.
     Cancellation: it is ended, and waited for.
     """
     assert settings.programs is not None
@@ -130,7 +132,7 @@ async def serving(
             ended = process.poll() is not None
             await stack.aclose()
             if not (left and ended and _in_use(port)):
-                raise PeerFailed(_last_words(command, log, process.returncode if ended else None, within_s))
+                raise peer_failed(_last_words(command, log, process.returncode if ended else None, within_s))
         yield port
 
 
@@ -138,7 +140,7 @@ async def _is_up(process: subprocess.Popen[Any], port: int, within_s: float) -> 
     """Wait until the server is ready; False if it ended or took too long."""
     with trio.move_on_after(within_s):
         while process.poll() is None:
-            with contextlib.suppress(OSError, PeerFailed):
+            with contextlib.suppress(OSError, EngineError):
                 status, _ = await request(port, "GET", "/health")
                 # Somebody else may hold the port and answer, before ours finds it taken and ends.
                 if status == 200 and _holds(process, port):

@@ -16,10 +16,11 @@ import pytest
 import trio
 
 from erllama.bench import peer
-from erllama.bench.http import LOOPBACK, PeerFailed, request
+from erllama.bench.http import LOOPBACK, request
 from erllama.bench.peer import LlamaServer, open_peer, serving
 from erllama.bench.programs import Programs
 from erllama.bench.settings import Settings
+from erllama.errors import EngineError
 
 FAKE = Path(__file__).with_name("fake_server.py")
 REPO = Path(__file__).resolve().parents[2]
@@ -67,7 +68,8 @@ async def test_the_server_ends_with_the_block(tmp_path):
         assert listens(port)
         ours = psutil.Process().children(recursive=True)
     assert not listens(port)
-    assert not [child for child in ours if child.is_running()]
+    # A grandchild is init's to collect: until then it is a zombie, which holds nothing.
+    assert not [p for p in ours if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.parametrize("raised", [RuntimeError, KeyboardInterrupt])
@@ -90,14 +92,14 @@ async def test_the_server_ends_when_the_block_is_cancelled(tmp_path):
 
 async def test_one_that_dies_at_its_start_is_quoted(tmp_path):
     """The error has its status and its last lines."""
-    with pytest.raises(PeerFailed, match=r"ended at its start with status 3.*this model is no model"):
+    with pytest.raises(EngineError, match=r"ended at its start with status 3.*this model is no model"):
         async with serving(fake("dies"), tmp_path):
             pass
 
 
 async def test_a_program_that_is_not_there(tmp_path):
     """127 is what a shell says of it."""
-    with pytest.raises(PeerFailed, match="status 127"):
+    with pytest.raises(EngineError, match="status 127"):
         async with serving([str(tmp_path / "nothing")], tmp_path):
             pass
 
@@ -105,7 +107,7 @@ async def test_a_program_that_is_not_there(tmp_path):
 async def test_one_that_never_gets_ready_is_given_up(tmp_path):
     """And it is gone afterwards."""
     before = set(psutil.Process().children(recursive=True))
-    with pytest.raises(PeerFailed, match="was not ready after 1 s"):
+    with pytest.raises(EngineError, match="was not ready after 1 s"):
         async with serving(fake("slow"), tmp_path, within_s=1):
             pass
     assert set(psutil.Process().children(recursive=True)) == before
@@ -126,14 +128,14 @@ async def test_a_port_that_somebody_took_is_not_asked(tmp_path, monkeypatch):
 async def test_a_refused_request_is_quoted(tmp_path):
     """The peer's own words."""
     async with serving(fake("refuses"), tmp_path) as port:
-        with pytest.raises(PeerFailed, match=r"500.*no room for it"):
+        with pytest.raises(EngineError, match=r"500.*no room for it"):
             await LlamaServer(port).ask([1], 3, cache=True)
 
 
 async def test_a_stream_that_breaks_off_is_an_error(tmp_path):
     """Half an answer is never taken for a whole one."""
     async with serving(fake("breaks"), tmp_path) as port:
-        with pytest.raises(PeerFailed, match="closed the connection"):
+        with pytest.raises(EngineError, match="closed the connection"):
             await LlamaServer(port).ask([1], 3, cache=True)
 
 
@@ -142,7 +144,7 @@ async def test_slots_are_saved_and_restored_by_name(tmp_path):
     async with serving(fake("good"), tmp_path) as port:
         server = LlamaServer(port)
         assert await server.slot("save", "a.bin") > 0
-        with pytest.raises(PeerFailed, match="could not restore"):
+        with pytest.raises(EngineError, match="could not restore"):
             await server.slot("restore", "missing.bin")
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from erllama.bench.catalog import WORKLOADS, choose
-from erllama.bench.http import PeerFailed
 from erllama.bench.llama_bench import read_rate
 from erllama.bench.plot import Chart
 from erllama.bench.programs import find_programs
@@ -69,7 +68,7 @@ def test_llama_benchs_json_is_found_between_its_log():
     text = 'load: x\n[\n  {\n    "n_prompt": 4,\n    "avg_ts": 12.5\n  }\n]\nbye\n'
     assert read_rate(text) == 12.5
     for wrong in ("", "[\n]\n", "error: no model"):
-        with pytest.raises(PeerFailed, match="cannot be read"):
+        with pytest.raises(EngineError, match="cannot be read"):
             read_rate(wrong)
 
 
