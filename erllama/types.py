@@ -54,6 +54,21 @@ class PartKind(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Exactness:
+    """What a model promises about the bits of its answers.
+
+    Every answer from the cache equals that of the same engine had it never dropped the sequence. `cold`:
+    whether `exact="cold"` holds besides, the bits of a fresh context (None: not tried yet); `reason` says why
+    not. `default`: what requests get that do not say. `deterministic`: all of them, at any concurrency.
+    """
+
+    cold: bool | None
+    reason: str | None
+    default: Literal["session", "cold"]
+    deterministic: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheDelta:
     """Tokens taken from the cache or live cells at admission, and tokens stored on top."""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from erllama.errors import ContextOverflow, InvalidContent
+from erllama.errors import ContextOverflow, InvalidContent, InvalidOption
 from erllama.types import Done, Event, Request
 
 from .home import current_home, require_home
@@ -84,6 +84,11 @@ async def open_stream(
     `SeqCapacity`, and what `prompt` raises.
     """
     require_home(handle.home)
+    if handle.deterministic and options.exact == "session":
+        raise InvalidOption(
+            'exact="session": the model was loaded with deterministic=True, so every answer has cold bits',
+            detail={"key": "exact", "value": options.exact},
+        )
     prompt_ids = prompt() if callable(prompt) else prompt
     check_prompt(prompt_ids, handle.facts)
     params = resolve_sampling(options, handle.facts.sampling_defaults, handle.facts.n_vocab)
@@ -107,6 +112,7 @@ async def open_stream(
         buffer=buffer,
         now=trio.current_time(),
         purpose=purpose,
+        exact=(options.exact or handle.exact) == "cold",
     )
     try:
         handle.actor.submit(seq)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, Never, TypedDict, Unpack
 import trio
 
 from erllama.engine.cache_link import CacheLink
+from erllama.engine.cold import cold_shape_hash
 from erllama.engine.handle import Handle
 from erllama.engine.home import current_home, require_home
 from erllama.errors import (
@@ -84,11 +85,18 @@ class Engine:
         tier: str = RAM_TIER,
         backend: Literal["llama"] | Backend = "llama",
         progress: Callable[[float], None] | None = None,
+        exact: Literal["session", "cold"] = "session",
+        deterministic: bool = False,
         **unknown: Never,
     ) -> Model:
         """Load a GGUF file and start serving it.
 
         `tier` names where its KV is kept, `policy` says what of it.
+
+        `exact`: what requests get that do not say. "session": the answer of the same engine had it never
+        dropped anything; "cold": bit for bit that of a fresh context, which means one request at a time.
+        `deterministic`: no request may say otherwise, so the same prompt and seed give the same bits whatever
+        else is asked.
 
         `progress` gets fractions from 0 to 1 in the trio thread. `backend` may be an object of one's own
         that implements `erllama.backend.Backend`; it needs no path.
@@ -120,6 +128,11 @@ class Engine:
         asked = context or ContextOptions()
         context_options = asked.resolved()
         self._check_tier(tier)
+        if exact not in ("session", "cold"):
+            raise InvalidOption(
+                f"load_model: exact={exact!r}: expected 'session' or 'cold'",
+                detail={"key": "exact", "value": exact},
+            )
         made, file = _make_backend(path, backend, model or ModelOptions(), asked)
         model_id = self._claim_id(model_id, file)
         try:
@@ -130,7 +143,9 @@ class Engine:
                 progress,
                 lambda facts: self._link(made, facts, policy or SavePolicy(), tier),
                 self.config.evict_save_timeout_s,
+                "cold" if deterministic else exact,
             )
+            handle.deterministic = deterministic
             if self._closed:  # meanwhile
                 handle.stop()
                 await handle.serve()
@@ -155,8 +170,14 @@ class Engine:
         pieces: Callable[[Sequence[int]], list[bytes]] = getattr(
             backend, "key_pieces", lambda tokens: [b""] * len(tokens)
         )
-        identity = Identity(shape_hash=facts.shape_hash, n_ctx=facts.n_ctx)
-        return CacheLink(store=self.cache.store, identity=identity, policy=policy, tier=tier, pieces=pieces)
+        return CacheLink(
+            store=self.cache.store,
+            identity=Identity(shape_hash=facts.shape_hash, n_ctx=facts.n_ctx),
+            cold_identity=Identity(shape_hash=cold_shape_hash(facts), n_ctx=facts.n_ctx),
+            policy=policy,
+            tier=tier,
+            pieces=pieces,
+        )
 
     def _claim_id(self, model_id: str | None, file: str | None) -> str:
         if model_id is None:
@@ -269,7 +290,10 @@ def _unknown_argument(name: str) -> UnknownOption:
         if name in names:
             write = f"{argument}={kind.__name__}({name}=…)"
             return unknown_option(name, names, where="load_model", instead=f"write {write}")
-    known = ("path", "model_id", "model", "context", "policy", "tier", "backend", "progress")
+    known = (
+        *("path", "model_id", "model", "context", "policy", "tier", "backend", "progress"),
+        *("exact", "deterministic"),
+    )
     return unknown_option(name, known, where="load_model")
 
 

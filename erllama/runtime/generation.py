@@ -26,6 +26,7 @@ class Continuation(TypedDict, total=False):
     on_full: Literal["block", "error"]
     cache: Literal["on", "read", "off"]
     prefix_checkpoint_len: int | None
+    exact: Literal["session", "cold"] | None
 
 
 class Generation(Continuation, total=False):

@@ -22,7 +22,7 @@ from erllama.errors import (
     NotLoaded,
 )
 from erllama.options import GenerationOptions
-from erllama.types import CacheHit, Completion, Done, Event, Prefilled
+from erllama.types import CacheHit, Completion, Done, Event, Exactness, Prefilled
 
 from .block import Block
 from .info import ModelInfo, Phase, RequestInfo
@@ -356,6 +356,13 @@ class Model:
             memory_kind=handle.facts.memory_kind.value,
             status="stopping" if handle.stopping else "loaded",
             quant_tag=handle.facts.quant_tag,
+            exactness=Exactness(
+                cold=handle.actor.cold.holds,
+                reason=handle.actor.cold.reason,
+                default=handle.exact,
+                deterministic=handle.deterministic,
+            ),
+            parts=() if handle.facts.layout is None else handle.facts.layout.parts,
             vram_estimate_bytes=handle.facts.memory_bytes,
             loaded_at_monotonic=handle.loaded_at,
             details=dict(handle.facts.details),

@@ -11,6 +11,7 @@ import trio.testing
 from erllama.backend import Step, StepResult, StepStatus
 from erllama.errors import DecodeFailed, ErllamaError, NativeError
 from erllama.testing import cancel_at_every_checkpoint
+from erllama.types import PartKind
 
 from runtime.watched import Watched  # isort: skip  # tests/ is on the path
 
@@ -108,12 +109,12 @@ async def test_a_refused_block_is_quarantined_and_the_rest_computed(autojump_clo
     """The answer is the cold one, the node is gone with what hangs on it, and the next save heals it."""
 
     class Picky(Watched):
-        def import_(self, slot, block, wanted, data):
+        def import_(self, slot, block, wanted, data, part=PartKind.BASE):
             if block[0] == 32 and not healed:
                 if how == "raises":
                     raise NativeError("not these bytes")
                 return False
-            return super().import_(slot, block, wanted, data)
+            return super().import_(slot, block, wanted, data, part)
 
     healed = False
     async with warm(Picky()) as bench:

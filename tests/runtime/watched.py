@@ -8,6 +8,7 @@ import erllama
 from erllama.backend import Step, StepResult, StepStatus
 from erllama.engine.cells import n_distinct
 from erllama.testing import FakeBackend
+from erllama.types import PartKind
 
 if TYPE_CHECKING:
     import random
@@ -41,9 +42,16 @@ class Watched(FakeBackend):
         self.n_compared += 1
         return None
 
-    def import_(self, slot: int, block: tuple[int, int], wanted: tuple[int, int], data: memoryview) -> bool:
+    def import_(
+        self,
+        slot: int,
+        block: tuple[int, int],
+        wanted: tuple[int, int],
+        data: memoryview,
+        part: PartKind = PartKind.BASE,
+    ) -> bool:
         """Count what arrives and what does not."""
-        arrived = super().import_(slot, block, wanted, data)
+        arrived = super().import_(slot, block, wanted, data, part)
         self.n_imports += arrived
         self.n_refused += not arrived
         return arrived
@@ -74,7 +82,14 @@ class Moody(Watched):
             raise erllama.NativeError("now and then")
         return None
 
-    def import_(self, slot: int, block: tuple[int, int], wanted: tuple[int, int], data: memoryview) -> bool:
+    def import_(
+        self,
+        slot: int,
+        block: tuple[int, int],
+        wanted: tuple[int, int],
+        data: memoryview,
+        part: PartKind = PartKind.BASE,
+    ) -> bool:
         """Now and then the bytes are refused, in either of two ways."""
         mood = self._coin.random()
         if mood < 0.02:
@@ -83,4 +98,4 @@ class Moody(Watched):
         if mood < 0.03:
             self.n_refused += 1
             raise erllama.NativeError("these bytes break something")
-        return super().import_(slot, block, wanted, data)
+        return super().import_(slot, block, wanted, data, part)
