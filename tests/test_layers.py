@@ -37,6 +37,7 @@ BASE: dict[str, set[str]] = {
     "files": {"errors"},
     "checks": {"errors"},
     "machine": set(),
+    "sizes": set(),
     "options": {"checks", "errors", "machine"},
     "backend": {"errors", "types"},
 }

@@ -116,15 +116,15 @@ class _Restore:
 
     async def run(self) -> bool:
         """Whether everything planned is in memory. If not, memory is at a legal place again."""
-        small = []
-        for piece in self._plan.small:  # without them the rest is of no use
-            data = await self._lease.load(piece.index, piece.part)
-            if data is None:
-                self.found_damage = True  # gone, or damaged: either way it is not found again
-                return False
-            small.append((piece, data))
-        with ExitStack() as reserved:
-            if not self._layout.cuttable and not self._reserve_all(reserved):
+        with ExitStack() as held:
+            small = []
+            for piece in self._plan.small:  # without them the rest is of no use
+                data = await self._lease.load(piece.index, piece.part)
+                if data is None:
+                    self.found_damage = True  # gone, or damaged: either way it is not found again
+                    return False
+                small.append((piece, held.enter_context(data)))
+            if not self._layout.cuttable and not self._reserve_all(held):
                 return False
             try:
                 return await self._base() and await self._small(small) and await self._arrive()
@@ -132,14 +132,14 @@ class _Restore:
                 if self._n_pieces and not self._layout.cuttable and self._seq.n_kv != self._plan.end:
                     self._undo()
 
-    def _reserve_all(self, reserved: ExitStack) -> bool:
+    def _reserve_all(self, held: ExitStack) -> bool:
         """Cells for everything; where nothing can be cut, half a restore is worth nothing."""
         pieces = self._plan.base
         n_cells = sum(piece.wanted[1] - piece.wanted[0] for piece in pieces)
         n_cells += max((self._n_passing(piece) for piece in pieces), default=0)
         if not self._has_room(n_cells):
             return False
-        reserved.enter_context(self._lanes.reserving(n_cells))
+        held.enter_context(self._lanes.reserving(n_cells))
         return True
 
     def _n_passing(self, piece: Piece) -> int:
@@ -152,6 +152,7 @@ class _Restore:
         return free is None or free >= n_cells
 
     async def _base(self) -> bool:
+        still_used = {piece.index for piece in self._plan.small}
         for piece in self._plan.base:
             if not _still_wants(self._seq, self._stay):
                 return False
@@ -159,24 +160,27 @@ class _Restore:
             if data is None:
                 self.found_damage = True
                 return False
-            if not _still_wants(self._seq, self._stay):
-                return False
-            with ExitStack() as reserved:
-                if self._layout.cuttable:
-                    n_cells = len(
-                        self._lease.nodes[piece.index].ids
-                    )  # scratch needs those of the whole block
-                    if not self._has_room(n_cells):
-                        return False
-                    reserved.enter_context(self._lanes.reserving(n_cells))
-                if not await self._import(piece, data):
+            with data:  # nobody may look at a buffer that is given back
+                if not await self._block(piece, data):
                     return False
-            if self._layout.cuttable:
-                if not _is_in_slot(self._seq, self._stay):
-                    return False
-                self._reached(piece.wanted[1], piece.index)
-            self._lease.release(piece.index)
+            if piece.index not in still_used:
+                self._lease.release(piece.index)
         return True
+
+    async def _block(self, piece: Piece, data: memoryview) -> bool:
+        if not _still_wants(self._seq, self._stay):
+            return False
+        if not self._layout.cuttable:
+            return await self._import(piece, data)
+        n_cells = len(self._lease.nodes[piece.index].ids)  # all of it passes through scratch
+        if not self._has_room(n_cells):
+            return False
+        with self._lanes.reserving(n_cells):
+            arrived = await self._import(piece, data)
+        if arrived and _is_in_slot(self._seq, self._stay):
+            self._reached(piece.wanted[1], piece.index)
+            return True
+        return False
 
     async def _small(self, small: list[tuple[Piece, memoryview]]) -> bool:
         for piece, data in small:
@@ -188,6 +192,8 @@ class _Restore:
         """Where everything counts at once: it does now."""
         if self._layout.cuttable:
             return True
+        if not _is_in_slot(self._seq, self._stay):
+            return False
         index = max(piece.index for piece in (*self._plan.base, *self._plan.small))
         if not await self._is_at_end():
             self._damaged(index, "its parts do not add up")

@@ -146,7 +146,7 @@ class Saver:
         if seq.has_computed and wanted:
             if not seq.exact:  # its prompt's blocks are kept already, and nothing else of it may be
                 self._plan(seq, SaveReason.FINISH, tail=True)
-            pin_head(self._cache.store, seq)
+            pin_head(self._cache, seq)
 
     def _plan(self, seq: Sequence, reason: SaveReason, *, tail: bool) -> None:
         path, has, block = seq.path, self._cache.store.has, self._cache.policy.block_tokens
@@ -299,7 +299,7 @@ class Saver:
     async def _save(self, node: PlannedNode) -> None:
         store = self._cache.store
         if store.has(node.name) and node.reason is SaveReason.AGENT_PREFIX:
-            pin_prefix(store, node.name)
+            pin_prefix(self._cache, node.name)
         if store.has(node.name) and not node.captured:
             return
         # Room for a node is never made by dropping the one it hangs on.

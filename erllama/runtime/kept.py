@@ -45,7 +45,8 @@ class Pins:
         await self._actor.wait_saved()
         match = await self._cache.store.find(self._cache.identity, Prompt.of(prompt_ids))
         key = self._key(prompt_ids)
-        if not match.nodes or not self._cache.store.pin(match.tip, key=key, ttl_s=ttl_s):
+        fraction = self._cache.policy.pin_fraction
+        if not match.nodes or not self._cache.store.pin(match.tip, key=key, ttl_s=ttl_s, fraction=fraction):
             return 0
         return match.n_tokens
 
