@@ -18,9 +18,9 @@ AROUND = 8  # tokens before and behind the first one that differs
 class Evidence:
     """`reach`: the longest beginning seen anywhere, in memory or stored.
 
-    `whole`: the same in whole stored nodes. `kept`: tokens around `reach` as they are kept; empty where nothing
-    is kept behind it. `evicted_to`: a stored history would have reached this far, had it not made room.
-    `failed`: a restore ended early.
+    `whole`: the same in whole stored nodes. `kept`: tokens around `reach` as they are kept; empty where
+    nothing is kept behind it. `evicted_to`: a stored history would have reached this far, had it not made
+    room. `failed`: a restore ended early.
     """
 
     reach: int = 0
