@@ -83,8 +83,9 @@ def _resume_points(nodes: list[dict[str, Any]], n_points: int, kind: str, n_swa:
     if kind == "window":
         most = math.ceil(n_swa / BLOCK)
         bar = Bar("<=", most, "value")
-        return Found(figures=[single("window parts a resume point", "parts", [len(sizes) / n_points], bar)])
-    each = sum(sizes) / n_points / max(min(sizes), 1)
+        each = sum(sizes) / n_points / max(sizes)
+        return Found(figures=[single("window bytes a turn, of a block's window part", "parts", [each], bar)])
+    each = sum(sizes) / len(sizes) / max(min(sizes), 1)
     return Found(figures=[single("state bytes a resume point, of one state", "×", [each], STATE_BAR)])
 
 
