@@ -302,7 +302,7 @@ class Actor:
                 break
         self._following = self._lanes.share_running(now)
         self._make_room(now)
-        if self._saver is not None:
+        if self._saver is not None and self._saver.must_capture:
             await self._saver.capture()
         shares = self._plan()
         if shares:

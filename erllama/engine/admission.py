@@ -53,8 +53,9 @@ class Lanes:
 
     def __init__(self, facts: BackendFacts, save: Callable[[Sequence], None] = lambda _: None) -> None:
         self._save = save  # plans to save what a sequence has computed, before it gives way
-        self._n_cells = None if facts.streams_separate else facts.n_cells
         self._layout = facts.layout
+        shared_cells = not facts.streams_separate and (facts.layout is None or facts.layout.base)
+        self._n_cells = facts.n_cells if shared_cells else None
         self._n_batch = facts.n_batch
         self._empty = list(range(facts.n_slots))
         self.n_slots = facts.n_slots
@@ -410,6 +411,10 @@ class Lanes:
             self._ops.append(Cut(slot, resident.n_kv))
         else:
             self._vacate(slot)
+
+    def respelled(self, seq: Sequence) -> None:
+        """The ids of its prompt are others now."""
+        self._alike = {pair: n for pair, n in self._alike.items() if seq.arrival not in pair}
 
     def cut_back(self, seq: Sequence, n: int) -> None:
         """A restore of `seq` that failed leaves it with [0, n)."""

@@ -12,7 +12,6 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import psutil
 
 from erllama import llama
@@ -20,16 +19,16 @@ from erllama.backend import BackendFacts, MemoryKind, PartKind, Sampled, StepRes
 from erllama.errors import ErllamaError, HandleClosed, LoadCancelled, NotSupported
 from erllama.kvcache.key import control_piece
 from erllama.llama.variant import cache_dir
-from erllama.types import TokenLogprob
 
 from .cold import cold_piece
 from .cold_probe import ColdProbe
 from .fingerprint import file_sha256, model_files, shape_hash
 from .governor import ThreadGovernor
 from .llama_parts import FORMAT, PartMover, layout_of, why_no_layout
+from .llama_sampler import LlamaSampler
 from .memory_check import MemoryCheck
+from .native_params import N_SCRATCH, native_params, sampling_defaults, warn_of_what_will_disappoint
 from .permit import PROCESS_PERMIT
-from .sampling import DEFAULTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,20 +37,6 @@ if TYPE_CHECKING:
     from erllama.options import ContextOptions, ModelOptions
 
 log = logging.getLogger("erllama.engine")
-
-N_SCRATCH = 1  # one sequence before those of the slots, where ranges can be copied: for saving and restoring
-
-
-class LlamaSampler:
-    """A native sampler chain, and how many alternatives to report beside each token."""
-
-    def __init__(self, chain: llama.SamplerChain, n_alternatives: int | None) -> None:
-        self.chain = chain
-        self.n_alternatives = n_alternatives
-
-    def close(self) -> None:
-        """Free the chain."""
-        self.chain.close()
 
 
 class LlamaBackend:
@@ -101,9 +86,9 @@ class LlamaBackend:
         if self._options.embeddings or self._options.pooling is not None:
             raise NotSupported("embeddings and pooling: erllama cannot embed yet; leave them out to generate")
         self._model = model = llama.Model.open(self._path, self._model_options, progress=self._progress)
-        self._params = _native_params(self._options, model.facts)
+        self._params = native_params(self._options, model.facts)
         self._context = context = self._open_context(model)
-        _warn_of_what_will_disappoint(self._path, self._options, self._model_options, model.facts)
+        warn_of_what_will_disappoint(self._path, self._options, self._model_options, model.facts)
         self._batch = llama.Batch(context.n_batch, self._params.n_seq_max)
         self._kind = context.memory_kind
         if self._kind is MemoryKind.NONE:
@@ -125,7 +110,7 @@ class LlamaBackend:
             layout=self._layout,
             quant_tag=model.facts.ftype,
             memory_bytes=model.facts.size_bytes + use.kv_bytes + use.compute_bytes,
-            sampling_defaults=_sampling_defaults(model.facts.sampling),
+            sampling_defaults=sampling_defaults(model.facts.sampling),
             details=self._details(),
         )
 
@@ -282,7 +267,7 @@ class LlamaBackend:
         if rc != 0:
             return StepResult(status=_status(rc, context.abort.cause), rc=rc, compute_s=computed - began)
         sampled = tuple(
-            None if row.sampler is None else self._sample(row.sampler, output)
+            None if row.sampler is None else _sample(context, row.sampler, output)
             for row, output in zip(step.rows, outputs, strict=True)
         )
         return StepResult(
@@ -314,17 +299,6 @@ class LlamaBackend:
         single, many = self._params.n_threads, self._params.n_threads_batch
         return single if step.n_tokens == 1 or many is None else many
 
-    def _sample(self, sampler: Any, output: int) -> Sampled | ErllamaError:
-        assert isinstance(sampler, LlamaSampler)
-        context = self._live_context()
-        try:
-            token = sampler.chain.sample(context, output)
-        except ErllamaError as error:  # this request's grammar or memory; its neighbours go on
-            return error
-        if sampler.n_alternatives is None:
-            return Sampled(token=token)
-        return Sampled(token=token, logprob=_logprob(context.logits(output), token, sampler.n_alternatives))
-
     def abort(self) -> None:
         """Raise the flag that ggml's abort callback reads. Any thread."""
         self._permit.give_up()
@@ -353,10 +327,10 @@ class LlamaBackend:
 
     def cut(self, slot: int, n_keep: int) -> bool:
         """Keep [0, n_keep); False where llama.cpp would answer true and be wrong, or cannot."""
-        memory, seq_id = self._live_context().memory, self._seq_id(slot)
+        memory, seq_id, parts = self._live_context().memory, self._seq_id(slot), self._parts
         if n_keep == 0:
             return memory.rm(seq_id, -1, -1)
-        if not memory.can_cut(seq_id, n_keep):
+        if not (memory if parts is None else parts).can_cut(seq_id, n_keep):
             return False
         return memory.rm(seq_id, n_keep, -1) and memory.pos_max(seq_id) == n_keep - 1
 
@@ -444,51 +418,6 @@ def _idle_s() -> float:
     return idle
 
 
-def _sampling_defaults(sampling: llama.SamplingFacts) -> dict[str, float]:
-    """What the model file says about sampling, by the names of `GenerationOptions`."""
-    given = dataclasses.asdict(sampling)
-    return {name: given[name] for name in DEFAULTS if given[name] is not None}
-
-
-def _native_params(options: ContextOptions, facts: llama.ModelFacts) -> llama.ContextParams:
-    n_ctx = options.n_ctx or facts.n_ctx_train
-    unified = options.kv_unified
-    assert options.n_threads is not None
-    assert options.n_threads_batch is not None
-    assert options.n_ubatch is not None
-    return llama.ContextParams(
-        n_ctx=n_ctx if unified else n_ctx * options.n_seq_max,
-        n_batch=options.n_batch,
-        n_ubatch=options.n_ubatch,
-        n_seq_max=options.n_seq_max + (N_SCRATCH if unified else 0),
-        n_outputs_max=options.n_seq_max,  # one sampled row per sequence; more would cost compute buffer
-        n_threads=options.n_threads,
-        n_threads_batch=options.n_threads_batch,
-        flash_attn=options.flash_attn,
-        type_k=options.type_k,
-        type_v=options.type_v,
-        kv_unified=unified,
-        embeddings=options.embeddings,
-        pooling=options.pooling,
-    )
-
-
-def _warn_of_what_will_disappoint(
-    path: str, options: ContextOptions, model: ModelOptions, facts: llama.ModelFacts
-) -> None:
-    """What llama.cpp accepts and the user will not like."""
-    if facts.n_ctx_train and (options.n_ctx or 0) > facts.n_ctx_train:
-        log.warning(
-            "%s was trained for %d tokens; with n_ctx=%d, text beyond them is likely to be nonsense",
-            *(path, facts.n_ctx_train, options.n_ctx),
-        )
-    if model.n_gpu_layers != 0 and not any(device.kind in ("gpu", "igpu") for device in llama.devices()):
-        log.warning(
-            "n_gpu_layers=%d has no effect: there is no GPU that this build of erllama can use",
-            model.n_gpu_layers,
-        )
-
-
 def _status(rc: int, cause: str | None) -> StepStatus:
     """llama.h, llama_decode: 1 no room, 2 aborted, negative fatal (-1: our batch was invalid)."""
     if rc == 1:
@@ -498,13 +427,9 @@ def _status(rc: int, cause: str | None) -> StepStatus:
     return StepStatus.FATAL
 
 
-def _logprob(logits: np.ndarray, token: int, n_top: int) -> TokenLogprob:
-    """Log-softmax of the raw logits at the sampled token, and the `n_top` likeliest."""
-    shifted = logits.astype(np.float64) - float(logits.max())
-    logprobs = shifted - np.log(np.exp(shifted).sum())
-    top: tuple[tuple[int, float], ...] = ()
-    if n_top:
-        best = np.argpartition(logprobs, -n_top)[-n_top:]
-        best = best[np.argsort(-logprobs[best], kind="stable")]
-        top = tuple((int(i), float(logprobs[i])) for i in best)
-    return TokenLogprob(token=token, logprob=float(logprobs[token]), top=top)
+def _sample(context: llama.Context, sampler: object, output: int) -> Sampled | ErllamaError:
+    assert isinstance(sampler, LlamaSampler)
+    try:
+        return sampler.sample(context, output)
+    except ErllamaError as error:  # this request's grammar or memory; its neighbours go on
+        return error

@@ -10,8 +10,8 @@ completed by those of an empty sequence before it is restored; the other parts a
 
 Rule 1: the scratch sequence is empty between calls, whatever happened.
 Rule 2: nothing reaches llama.cpp that does not hold exactly the positions it should.
-Rule 3: the bytes do not depend on the sequence they came from: the scratch id is the same everywhere, and
-the header holds the kind of part where llama.cpp writes that id.
+Rule 3: the bytes do not depend on the sequence they came from, nor on its cells: the scratch id is the same
+everywhere, the header holds the kind of part where llama.cpp writes that id, cells are sorted by position.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from erllama.backend import Layout, MemoryKind, PartKind
 from erllama.errors import EngineError
 from erllama.llama import saved_state
 from erllama.llama.saved_state import HEADER_BYTES
+from erllama.llama.state_order import end_of_cells, sort_cells
+
+from .window_places import WindowPlaces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,13 +47,25 @@ def layout_of(context: llama.Context) -> Layout | None:
     match context.memory_kind:
         case MemoryKind.DENSE:
             return Layout()
-        case MemoryKind.WINDOW if context.state_size(SCRATCH, partial=True) < context.state_size(SCRATCH):
+        case MemoryKind.WINDOW if _has_partial_sections(context):
             return Layout(window=context.model.facts.n_swa)
-        case MemoryKind.HYBRID:
+        case MemoryKind.HYBRID if _has_partial_sections(context):
             return Layout(state=True)
         case MemoryKind.RECURRENT:
             return Layout(base=False, state=True)
     return None
+
+
+def _has_partial_sections(context: llama.Context) -> bool:
+    """Whether a saved state ends with what `partial` gives, and begins with something else."""
+    whole, partial = _empty_state(context, partial=False), _empty_state(context, partial=True)
+    return len(partial) < len(whole) and whole.endswith(partial[HEADER_BYTES:])
+
+
+def _empty_state(context: llama.Context, *, partial: bool) -> bytes:
+    state = bytearray(context.state_size(SCRATCH, partial=partial))
+    context.state_get(SCRATCH, state, partial=partial)
+    return bytes(state)
 
 
 def why_no_layout(context: llama.Context) -> str:
@@ -69,18 +84,13 @@ class PartMover:
         self._memory = context.memory
         self._layout = layout
         self._window = context.model.facts.n_swa
+        self._places = WindowPlaces(context, SCRATCH)
         self._staging: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
-        self._no_partial = self._partial_of_nothing()
+        # The partial sections of an empty sequence; none where nothing is left out of a base part.
+        split = layout.base and not layout.cuttable
+        self._no_partial = memoryview(_empty_state(context, partial=True))[HEADER_BYTES:] if split else b""
         # A hybrid may have windows too: they go with the state, which needs them.
-        self._state_has_cells = layout.base and layout.state and saved_state.has_cells(self._no_partial)
-
-    def _partial_of_nothing(self) -> memoryview:
-        """The partial sections of an empty sequence; none where nothing is left out of a base part."""
-        if self._layout.cuttable or not self._layout.base:
-            return memoryview(b"")
-        state = bytearray(self._context.state_size(SCRATCH, partial=True))
-        self._context.state_get(SCRATCH, state, partial=True)
-        return memoryview(bytes(state))[HEADER_BYTES:]
+        self._state_has_cells = layout.state and saved_state.has_cells(self._no_partial)
 
     # --- taking out ---
 
@@ -96,6 +106,8 @@ class PartMover:
                 return 0
             n = self._write(into, part)
         saved_state.set_label(into, part)
+        if not saved_state.is_sorted(into[HEADER_BYTES:n], SCRATCH):
+            sort_cells(into[:n], SCRATCH)
         return n if self._is_part((start, end), into[:n], part) else 0
 
     @contextmanager
@@ -106,7 +118,7 @@ class PartMover:
             return
         self._copy(seq_id, SCRATCH, 0 if part is PartKind.STATE else start, end)
         try:
-            yield part is not PartKind.WINDOW or self._window_reaches(SCRATCH, start, end)
+            yield part is not PartKind.WINDOW or self._window_reaches(seq_id, start, end)
         finally:
             self._memory.rm(SCRATCH)
 
@@ -127,12 +139,13 @@ class PartMover:
         return False
 
     def _window_reaches(self, seq_id: int, start: int, end: int) -> bool:
-        """Whether windows hold what of [start, end) the token at `end` looks at.
+        """Whether a sequence's window, of which [start, end) is on scratch, has what the token at `end` sees.
 
         llama_hparams::is_masked_swa: what lies `n_swa` before a token is hidden from it.
         """
-        first = max(start, end - self._window + 1)
-        return self._memory.pos_min(seq_id) <= first and self._memory.pos_max(seq_id) == end - 1
+        first, memory = max(start, end - self._window + 1), self._memory
+        there = memory.pos_min(SCRATCH) <= first and memory.pos_max(SCRATCH) == end - 1
+        return there and self._places.reach(seq_id, first)
 
     def _copy(self, src: int, dst: int, start: int, end: int) -> None:
         if self._layout.base:
@@ -179,12 +192,20 @@ class PartMover:
         if part is PartKind.STATE:
             wanted = 0, block[1]
         try:
+            if part is PartKind.WINDOW or (part is PartKind.STATE and self._state_has_cells):
+                self._hold_places(seq_id, data)
             if not self._read(data, part):
                 return False
             self._copy(SCRATCH, seq_id, *wanted)
             return True
         finally:
             self._memory.rm(SCRATCH)
+
+    def _hold_places(self, seq_id: int, data: memoryview) -> None:
+        if n_places := self._places.n_missing(seq_id, data):
+            copy = self._staging_of(len(data))
+            copy[:] = data
+            self._places.hold(seq_id, copy, n_places)
 
     def _is_part(self, block: tuple[int, int], data: memoryview, part: PartKind) -> bool:
         """Whether the bytes say that they are this part of this block."""
@@ -201,8 +222,11 @@ class PartMover:
         if part is PartKind.BASE:
             fits = first == start
         else:
-            at_most = 0 if part is PartKind.STATE else start
-            fits = at_most <= first <= max(at_most, end - self._window + 1)
+            least = 0 if part is PartKind.STATE else start
+            fits = least <= first <= max(least, end - self._window + 1)
+        if part is PartKind.STATE:
+            at = end_of_cells(data, SCRATCH)
+            fits = fits and at is not None and saved_state.state_position(data[at:]) == end - 1
         return fits and np.array_equal(positions, np.arange(first, end))
 
     def _read(self, data: memoryview, part: PartKind) -> bool:
@@ -242,7 +266,7 @@ class PartMover:
     def _window_is_at(self, seq_id: int, n: int) -> bool:
         first = max(0, n - self._window + 1)
         partial = lambda: self._context.state_size(SCRATCH, partial=True)  # noqa: E731  # named for its use
-        return self._memory.pos_min(seq_id) <= first and self._counted(seq_id, first, n, partial) is not None
+        return self._places.reach(seq_id, first) and self._counted(seq_id, first, n, partial) is not None
 
     def _counted(self, seq_id: int, start: int, end: int, n_bytes: Callable[[], int]) -> int | None:
         """Bytes of [start, end); None if cells are missing: each takes as many as the last one."""
@@ -264,3 +288,11 @@ class PartMover:
     def share(self, src: int, dst: int, start: int, end: int) -> None:
         """Let `dst` hold [start, end) of `src` as well; no data moves."""
         self._copy(src, dst, start, end)
+        self._places.shared(src, dst, start)
+
+    def can_cut(self, seq_id: int, n: int) -> bool:
+        """`Memory.can_cut`, and what its window is left with is real; to what it holds it always can be."""
+        if n > self._memory.pos_max(seq_id):
+            return True
+        first = max(0, n - self._window) if self._layout.window else 0
+        return self._memory.can_cut(seq_id, n) and self._places.real_from(seq_id) <= first

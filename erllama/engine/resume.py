@@ -16,11 +16,11 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from erllama.errors import ErllamaError
-from erllama.kvcache.key import Prompt
 from erllama.kvcache.kinds import PartKind
 
 from .cold import cold_piece
 from .restore_plan import Piece, RestorePlan, StoredNode, plan_restore
+from .spelling import Spelling
 from .state import Phase
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class Resumer:
         self._cache = cache
         self._layout: Layout = facts.layout
         self._grid = cold_piece(facts.n_batch) or 1
+        self._spelling = Spelling(cache, facts, lanes)
         self._lanes = lanes
         self._thread = thread
 
@@ -53,11 +54,10 @@ class Resumer:
         On a tie the next node may still begin like the prompt; but what a running sequence is about to have
         is not read a second time, and where a session goes on it is not worth a look.
         """
-        n_stored = self._cache.store.peek(self._cache.identity_of(seq), Prompt.of(seq.ledger))[0]
         n_led = self._lanes.n_led(seq)
         if n_led > seq.n_kv or seq.is_sticky:
-            return n_stored > n_led
-        return n_stored >= seq.n_kv
+            return self._spelling.is_longer(seq, n_led, or_equal=False) or self._spelling.gains(seq)
+        return self._spelling.is_longer(seq, seq.n_kv, or_equal=True)
 
     async def restore(self, seq: Sequence, stay: int) -> None:
         """Bring into memory what is stored and not there yet, during the `stay`th stay of `seq` in a slot.
@@ -70,10 +70,7 @@ class Resumer:
 
     async def _try(self, seq: Sequence, stay: int) -> bool:
         """One look-up and one restore; True if another may find something else."""
-        prompt = Prompt.of(seq.ledger)
-        match = await self._cache.store.find(
-            self._cache.identity_of(seq), prompt, resume_key=seq.options.parent_key
-        )
+        match = await self._spelling.find(seq, lambda: _still_wants(seq, stay))
         _note_reach(seq, match)
         with self._cache.store.lease(match) as lease:
             plan = self._plan(seq, match, lease)
@@ -116,15 +113,15 @@ class _Restore:
 
     async def run(self) -> bool:
         """Whether everything planned is in memory. If not, memory is at a legal place again."""
-        small = []
-        for piece in self._plan.small:  # without them the rest is of no use
-            data = await self._lease.load(piece.index, piece.part)
-            if data is None:
-                self.found_damage = True  # gone, or damaged: either way it is not found again
-                return False
-            small.append((piece, data))
-        with ExitStack() as reserved:
-            if not self._layout.cuttable and not self._reserve_all(reserved):
+        with ExitStack() as held:
+            small = []
+            for piece in self._plan.small:  # without them the rest is of no use
+                data = await self._lease.load(piece.index, piece.part)
+                if data is None:
+                    self.found_damage = True  # gone, or damaged: either way it is not found again
+                    return False
+                small.append((piece, held.enter_context(data)))
+            if not self._layout.cuttable and not self._reserve_all(held):
                 return False
             try:
                 return await self._base() and await self._small(small) and await self._arrive()
@@ -132,14 +129,14 @@ class _Restore:
                 if self._n_pieces and not self._layout.cuttable and self._seq.n_kv != self._plan.end:
                     self._undo()
 
-    def _reserve_all(self, reserved: ExitStack) -> bool:
+    def _reserve_all(self, held: ExitStack) -> bool:
         """Cells for everything; where nothing can be cut, half a restore is worth nothing."""
         pieces = self._plan.base
         n_cells = sum(piece.wanted[1] - piece.wanted[0] for piece in pieces)
         n_cells += max((self._n_passing(piece) for piece in pieces), default=0)
         if not self._has_room(n_cells):
             return False
-        reserved.enter_context(self._lanes.reserving(n_cells))
+        held.enter_context(self._lanes.reserving(n_cells))
         return True
 
     def _n_passing(self, piece: Piece) -> int:
@@ -152,6 +149,7 @@ class _Restore:
         return free is None or free >= n_cells
 
     async def _base(self) -> bool:
+        still_used = {piece.index for piece in self._plan.small}
         for piece in self._plan.base:
             if not _still_wants(self._seq, self._stay):
                 return False
@@ -159,24 +157,27 @@ class _Restore:
             if data is None:
                 self.found_damage = True
                 return False
-            if not _still_wants(self._seq, self._stay):
-                return False
-            with ExitStack() as reserved:
-                if self._layout.cuttable:
-                    n_cells = len(
-                        self._lease.nodes[piece.index].ids
-                    )  # scratch needs those of the whole block
-                    if not self._has_room(n_cells):
-                        return False
-                    reserved.enter_context(self._lanes.reserving(n_cells))
-                if not await self._import(piece, data):
+            with data:  # nobody may look at a buffer that is given back
+                if not await self._block(piece, data):
                     return False
-            if self._layout.cuttable:
-                if not _is_in_slot(self._seq, self._stay):
-                    return False
-                self._reached(piece.wanted[1], piece.index)
-            self._lease.release(piece.index)
+            if piece.index not in still_used:
+                self._lease.release(piece.index)
         return True
+
+    async def _block(self, piece: Piece, data: memoryview) -> bool:
+        if not _still_wants(self._seq, self._stay):
+            return False
+        if not self._layout.cuttable:
+            return await self._import(piece, data)
+        n_cells = len(self._lease.nodes[piece.index].ids)  # all of it passes through scratch
+        if not self._has_room(n_cells):
+            return False
+        with self._lanes.reserving(n_cells):
+            arrived = await self._import(piece, data)
+        if arrived and _is_in_slot(self._seq, self._stay):
+            self._reached(piece.wanted[1], piece.index)
+            return True
+        return False
 
     async def _small(self, small: list[tuple[Piece, memoryview]]) -> bool:
         for piece, data in small:
@@ -188,6 +189,8 @@ class _Restore:
         """Where everything counts at once: it does now."""
         if self._layout.cuttable:
             return True
+        if not _is_in_slot(self._seq, self._stay):
+            return False
         index = max(piece.index for piece in (*self._plan.base, *self._plan.small))
         if not await self._is_at_end():
             self._damaged(index, "its parts do not add up")

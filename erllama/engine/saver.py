@@ -124,9 +124,9 @@ class Saver:
             if due and not seq.exact and policy.gate(SaveReason.CONTINUED, seq.n_kv) is None:
                 self._plan(seq, SaveReason.CONTINUED, tail=False)
         elif policy.gate(SaveReason.COLD, seq.n_prompt) is None:
-            # A state cannot be cut back to where the prompt ends, so it is taken there.
+            # What cannot be cut back to where the prompt ends is taken there.
             at_end = seq.n_kv == seq.n_prompt - 1
-            self._plan(seq, SaveReason.COLD, tail=self._layout.state and at_end and not seq.exact)
+            self._plan(seq, SaveReason.COLD, tail=not self._layout.cuttable and at_end and not seq.exact)
 
     @property
     def _interval(self) -> int:
@@ -230,6 +230,11 @@ class Saver:
                 log.warning("a block of %d tokens was not saved: %s", len(node.tokens), str(refused))
             self._done(node)  # not when cancelled: `drain` begins with it again
         self._idle.set()
+
+    @property
+    def must_capture(self) -> bool:
+        """Whether something will be gone after the next step."""
+        return bool(self._fleeting) or self._capturing.locked()
 
     async def capture(self) -> None:
         """Take what will be gone after the next step. Cancellation: the rest is taken by the next call."""

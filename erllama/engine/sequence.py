@@ -75,6 +75,7 @@ class Sequence:
         now: float,
         purpose: Purpose = Purpose.ANSWER,
         exact: bool = False,
+        is_text: bool = False,
     ) -> None:
         self.request = request
         self.options = options
@@ -101,6 +102,7 @@ class Sequence:
         self.pins = options.session_id is not None  # its session keeps its slot
         self.leaves_nothing = False  # its session was reset, or nobody knows what its memory holds
         self.exact = exact  # it runs alone, for the bits of a fresh context
+        self.is_text = is_text  # its prompt came as text: other ids that spell the same do as well
         self.evidence = Evidence()
         self.ended = trio.Event()  # its slot and sampler are given back
         self._n_ctx = n_ctx
@@ -202,6 +204,12 @@ class Sequence:
         self.cells.grow_to(n_kv)
         if self.times.restored is None and n_new:
             self._reused(n_kv, source)
+
+    def respell(self, prompt: Seq[int]) -> None:
+        """Its prompt's text in other ids, of which memory holds a beginning."""
+        assert not self.n_generated
+        self.ledger = list(prompt)
+        self.n_prompt = len(prompt)
 
     def lost(self, n_kv: int) -> None:
         """While it was being restored, memory beyond `n_kv` had to be given up."""

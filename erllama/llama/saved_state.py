@@ -31,7 +31,7 @@ def label(state: memoryview) -> int | None:
     return int(_LABEL.unpack_from(state, _LABEL_AT)[0]) if len(state) >= HEADER_BYTES else None
 
 
-def has_cells(section: memoryview) -> bool:
+def has_cells(section: memoryview | bytes) -> bool:
     """Whether a section of an empty sequence is that of an attention cache, not of a recurrent one."""
     return len(section) >= _CELLS.size and _CELLS.unpack_from(section) == (1, 0)
 
@@ -41,6 +41,25 @@ def cell_positions(section: memoryview, seq_id: int) -> npt.NDArray[np.int32] | 
 
     None: it does not begin as such a section does.
     """
+    cells = cells_of(section, seq_id)
+    return None if cells is None else np.sort(cells[:, 0])
+
+
+def is_sorted(section: memoryview, seq_id: int) -> bool:
+    """Whether the cells of an attention section come in the order of their positions."""
+    cells = cells_of(section, seq_id)
+    return cells is None or bool((np.diff(cells[:, 0]) > 0).all())
+
+
+def set_positions(section: memoryview, seq_id: int, start: int) -> None:
+    """Give the cells of a section that `cell_positions` can read the positions from `start` on, in order."""
+    cells = cells_of(section, seq_id)
+    assert cells is not None
+    cells[:, 0] = np.arange(start, start + len(cells))
+
+
+def cells_of(section: memoryview, seq_id: int) -> npt.NDArray[np.int32] | None:
+    """One row of numbers per cell, the first its position; None as for `cell_positions`."""
     if len(section) < _CELLS.size:
         return None
     n_streams, n = _CELLS.unpack_from(section)
@@ -49,7 +68,7 @@ def cell_positions(section: memoryview, seq_id: int) -> npt.NDArray[np.int32] | 
         if n_streams == 1 and n * n_words <= len(words):
             cells = words[: n * n_words].reshape(n, n_words)
             if (cells[:, 1] == 1).all() and (cells[:, -1] == seq_id).all():
-                return np.sort(cells[:, 0])
+                return cells
     return None
 
 

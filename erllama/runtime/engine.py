@@ -177,6 +177,7 @@ class Engine:
             policy=policy,
             tier=tier,
             pieces=pieces,
+            tokenize=getattr(backend, "tokenize", None) if hasattr(backend, "key_pieces") else None,
         )
 
     def _claim_id(self, model_id: str | None, file: str | None) -> str:

@@ -91,7 +91,8 @@ class Model:
         handle = self._live()
         require_home(handle.home)
         prompt_ids = await self._prompt_ids(prompt)
-        async with open_stream(handle, prompt_ids, options, self._buffer_events) as events:
+        is_text = isinstance(prompt, str)
+        async with open_stream(handle, prompt_ids, options, self._buffer_events, is_text=is_text) as events:
             yield events
 
     async def _prompt_ids(self, prompt: Prompt, *, add_special: bool = True) -> list[int]:

@@ -11,12 +11,15 @@ from erllama.engine.llama_backend import LlamaBackend
 from erllama.options import ContextOptions, ModelOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     import numpy.typing as npt
 
+    OpenApart = Callable[..., "Apart"]
+
 GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, seed=1)
+KINDS = ["dense", "window", "hybrid", "hybrid_window", "recurrent"]  # tiny models whose sequences have parts
 Saved = dict[tuple[int, int, PartKind], bytes]
 
 

@@ -34,6 +34,14 @@ class Watched(FakeBackend):
         if lanes._ops or lanes._n_reserved != step.n_tokens:
             return None
         holders = {holder.slot: holder for holder in lanes._holders()}
+        if not self._layout.base:
+            lengths = {slot: held.n for slot, held in self.slots.items() if held.n}
+            filling = {slot for slot, h in holders.items() if h.is_restoring}
+            lengths = {slot: n for slot, n in lengths.items() if slot not in filling}
+            believed = {slot: h.n_kv for slot, h in holders.items() if h.n_kv and slot not in filling}
+            assert lengths == believed, f"held {lengths}, believed {believed}"
+            self.n_compared += 1
+            return None
         held = {slot: [cells[p] for p in range(len(cells))] for slot, cells in self.memory.items() if cells}
         wanted = {slot: list(h.ledger[: h.n_kv]) for slot, h in holders.items() if h.n_kv}
         shown = sorted((slot, len(ids), len(wanted.get(slot, ()))) for slot, ids in held.items())
