@@ -96,7 +96,7 @@ class Actor:
             cache,
             None if self._saver is None else self._saver.saved_names,
             getattr(backend, "piece", lambda _: b""),
-            can_keep=facts.layout is not None,
+            layout=facts.layout,
         )
         self._pace = Pace()
         self._in_flight: list[Sequence] = []
@@ -198,9 +198,10 @@ class Actor:
             raise StickyBusy(f"session {session_id!r} already has a request in flight; wait for its end")
         return history_of(self._lanes.pin(session_id), session_id, expected)
 
-    def n_live(self, tokens: list[int]) -> int:
-        """How many of `tokens`, from the first on, some sequence holds in memory."""
-        return self._lanes.n_live(tokens)
+    def n_kept(self, tokens: list[int]) -> int:
+        """How many of `tokens`, from the first on, a live sequence or the store could give to another."""
+        n_stored = 0 if self._resumer is None else self._resumer.n_stored(tokens)
+        return max(n_stored, self._lanes.n_live(tokens))
 
     def _of_session(self, session_id: Hashable) -> list[Sequence]:
         return [s for s in self.sequences() if s.options.session_id == session_id and not s.cancelled]

@@ -291,6 +291,8 @@ class PartMover:
         self._places.shared(src, dst, start)
 
     def can_cut(self, seq_id: int, n: int) -> bool:
-        """`Memory.can_cut`, and what its window is left with is real."""
+        """`Memory.can_cut`, and what its window is left with is real; to what it holds it always can be."""
+        if n > self._memory.pos_max(seq_id):
+            return True
         first = max(0, n - self._window) if self._layout.window else 0
         return self._memory.can_cut(seq_id, n) and self._places.real_from(seq_id) <= first

@@ -124,9 +124,9 @@ class Saver:
             if due and not seq.exact and policy.gate(SaveReason.CONTINUED, seq.n_kv) is None:
                 self._plan(seq, SaveReason.CONTINUED, tail=False)
         elif policy.gate(SaveReason.COLD, seq.n_prompt) is None:
-            # A state cannot be cut back to where the prompt ends, so it is taken there.
+            # What cannot be cut back to where the prompt ends is taken there.
             at_end = seq.n_kv == seq.n_prompt - 1
-            self._plan(seq, SaveReason.COLD, tail=self._layout.state and at_end and not seq.exact)
+            self._plan(seq, SaveReason.COLD, tail=not self._layout.cuttable and at_end and not seq.exact)
 
     @property
     def _interval(self) -> int:

@@ -225,6 +225,17 @@ def test_held_places_are_never_taken_for_a_window(open_apart: OpenApart) -> None
     assert target.backend.cut(0, 20)
 
 
+@pytest.mark.parametrize("kind", ["window", "hybrid_window"])
+def test_what_was_restored_is_kept_whole_when_nothing_is_to_be_cut(open_apart: OpenApart, kind: str) -> None:
+    """A session's next turn cuts its slot to what it holds, held places or not, with tokens behind or not."""
+    source, target = open_apart(kind, **RING), open_apart(kind, **RING)
+    saved = source.compute(0, source.tokens(300), 300)
+    assert target.restore(0, saved, 300)
+    assert target.backend.cut(0, 300)
+    target.go_on(0, 300)
+    assert target.backend.cut(0, 304)
+
+
 def test_too_few_windows_are_noticed_beside_held_places(open_apart: OpenApart) -> None:
     """A resume that lacks the first of the window parts it needs is none."""
     source, target = open_apart("window", **RING), open_apart("window", **RING)

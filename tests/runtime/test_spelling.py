@@ -1,4 +1,4 @@
-"""Prompts given as text are found whatever tokens they are stored in; ids are taken as they are (K1, K2, K25)."""
+"""Prompts given as text are found whatever tokens they are stored in; ids stay as given (K1, K2, K25)."""
 
 from __future__ import annotations
 
