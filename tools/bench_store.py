@@ -3,7 +3,7 @@
     python tools/bench_store.py [--root DIR] [--json]
 
 Prints, for the bars of the store's design: start-up scan of 10,000 files; reads and writes of pooled buffers
-against memcpy; group publish against one by one. Exit code 1 if a bar is missed. The index: `erllama bench P8`.
+against memcpy; group publish against one by one. Exit code 1 if a bar is missed. Index: `erllama bench P8`.
 """
 
 from __future__ import annotations
