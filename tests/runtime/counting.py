@@ -30,8 +30,8 @@ class Meter:
 
     `calls`: Python functions of erllama that were entered, on all threads; a coroutine counts each time it
     goes on, a fake's functions do not. `native`: calls into the binding, by name. `hops`: calls handed to a
-    model's thread. `entries`: how often the actor's turn was begun or gone on with; whenever it is gone on with,
-    everybody else may have run before.
+    model's thread. `entries`: how often the actor's turn was begun or gone on with; before it goes
+    on, everybody else may have run.
     """
 
     def __init__(self) -> None:
