@@ -179,7 +179,7 @@ DECODE = Workload(
     title="decode throughput of concurrent requests",
     compared=(
         "Python API in this process against llama-server asked over HTTP on loopback, both streaming; "
-        "distinct prompts of 256 tokens, 128 out, equal cells, no cache on either side; unified KV is judged, "
+        "distinct prompts of 256 tokens, 128 out, equal cells, no cache; unified KV is judged; "
         "separate streams and q8_0 KV stand beside"
     ),
     measure=measure_decode,
