@@ -471,7 +471,8 @@ class Actor:
             with self._lanes.reserving(step.n_tokens):
                 result = await self._thread.step(step)
         except ErllamaError as error:
-            await self._recovery.rebuild(error, stepping)
+            # Memory that could not be set right before the step is not the fault of who steps.
+            await self._recovery.rebuild(error, stepping, innocent=self._thread.is_broken)
             return
         finally:
             self._in_flight = []
