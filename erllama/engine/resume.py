@@ -116,6 +116,8 @@ class _Restore:
     ) -> None:
         self._seq, self._stay, self._lease, self._plan = seq, stay, lease, plan
         self._cache, self._layout, self._lanes, self._thread = cache, layout, lanes, thread
+        # Without a legal place in between, or where any other place would cut the prompt differently.
+        self._all_or_nothing = not layout.cuttable or seq.exact
         self._n_pieces = 0  # imported so far
         self.found_damage = False
 
@@ -129,12 +131,12 @@ class _Restore:
                     self.found_damage = True  # gone, or damaged: either way it is not found again
                     return False
                 small.append((piece, held.enter_context(data)))
-            if not self._layout.cuttable and not self._reserve_all(held):
+            if self._all_or_nothing and not self._reserve_all(held):
                 return False
             try:
                 return await self._base() and await self._small(small) and await self._arrive()
             finally:
-                if self._n_pieces and not self._layout.cuttable and self._seq.n_kv != self._plan.end:
+                if self._n_pieces and self._all_or_nothing and self._seq.n_kv != self._plan.end:
                     self._undo()
 
     def _reserve_all(self, held: ExitStack) -> bool:
@@ -175,7 +177,7 @@ class _Restore:
     async def _block(self, piece: Piece, data: memoryview) -> bool:
         if not _still_wants(self._seq, self._stay):
             return False
-        if not self._layout.cuttable:
+        if self._all_or_nothing:
             return await self._import(piece, data)
         n_cells = len(self._lease.nodes[piece.index].ids)  # all of it passes through scratch
         if not self._has_room(n_cells):
@@ -195,17 +197,18 @@ class _Restore:
 
     async def _arrive(self) -> bool:
         """Where everything counts at once: it does now."""
-        if self._layout.cuttable:
+        if not self._all_or_nothing:
             return True
         if not _is_in_slot(self._seq, self._stay):
             return False
-        index = max(piece.index for piece in (*self._plan.base, *self._plan.small))
+        indices = [piece.index for piece in (*self._plan.base, *self._plan.small)]
         if not await self._is_at_end():
-            self._damaged(index, "its parts do not add up")
+            if not self._thread.is_broken:  # which of them is wrong is not known: all behind the first go
+                self._damaged(min(indices), "what was restored does not add up")
             return False
         if not _is_in_slot(self._seq, self._stay):
             return False
-        self._reached(self._plan.end, index)
+        self._reached(self._plan.end, max(indices))
         return True
 
     async def _is_at_end(self) -> bool:
@@ -229,8 +232,15 @@ class _Restore:
                 return False
             arrived = False
         if not arrived:
-            self._damaged(piece.index, f"llama.cpp refused its {piece.part.name} part")
+            self._refused(piece)
         return arrived
+
+    def _refused(self, piece: Piece) -> None:
+        """The bytes are damaged, or a window ring, whose cells nobody counts, had no room for them."""
+        if not self._layout.cuttable and not self._lanes.is_alone(self._seq):
+            self.found_damage = self._lanes.drop_resident()  # then there is room, and it is tried again
+        else:
+            self._damaged(piece.index, f"llama.cpp refused its {piece.part.name} part")
 
     def _damaged(self, index: int, what: str) -> None:
         self.found_damage = True
