@@ -91,7 +91,7 @@ class Actor:
         self._saver = self._resumer = self._hint = None
         if cache is not None and facts.layout is not None:
             self._saver = Saver(cache, facts, self._lanes, self._thread, self.wake)
-            self._resumer = Resumer(cache, facts, self._lanes, self._thread)
+            self._resumer = Resumer(cache, facts, self._lanes, self._thread, self._saver.wait_for_one)
             self._hint = ParentHint(cache, self._saver)
         self.hits = HitBook(
             cache,
