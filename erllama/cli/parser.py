@@ -43,6 +43,16 @@ needs no network once the model is there.
 """
 
 
+BENCH_EXAMPLES = """\
+examples:
+  erllama bench --quick                     small sizes, a few minutes: does everything run?
+  erllama bench P1 P6 --vs llama-server     decode throughput and shared prompts, beside llama.cpp's server
+  erllama bench --vs llama-server --json bench.json --plots plots
+
+Leave the machine alone meanwhile. llama-server comes from: python build_libllama.py --with-server-tools
+"""
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that names the nearest option when one does not exist."""
 
@@ -83,6 +93,7 @@ def _build() -> tuple[Parser, dict[str, Parser]]:
         "demo": choices.add_parser(
             "demo", help="load a small model, answer, show batching and the cache", description=DEMO_EXAMPLES
         ),
+        "bench": _add_bench(choices),
         "version": choices.add_parser("version", help="versions of erllama, llama.cpp and the native build"),
     }
     for name, parser in commands.items():
@@ -164,5 +175,38 @@ def _add_generate(choices: Any) -> Parser:
         type=int,
         metavar="N",
         help="CPU threads (default: physical cores, fewer while others are busy)",
+    )
+    return parser
+
+
+def _add_bench(choices: Any) -> Parser:
+    parser: Parser = choices.add_parser(
+        "bench",
+        help="measure throughput, latency and cache, beside llama-server if wanted",
+        description=(
+            "Run workloads (all of them if none is named) and print what was measured, what it is\n"
+            "compared with, and whether the bar was met. Runs of both sides take turns; figures are medians\n"
+            "± half the distance between the quartiles."
+        ),
+        epilog=BENCH_EXAMPLES,
+    )
+    add = parser.add_argument
+    add("workloads", nargs="*", metavar="WORKLOAD", help="P1, P1b, P2 … P12, P14 … P18")
+    add("--vs", choices=("llama-server",), help="ask llama.cpp's server the same, in the same run")
+    add("--quick", action="store_true", help="small sizes, one run, no bar judged")
+    add(
+        "-m",
+        "--model",
+        metavar="PATH",
+        help="a GGUF file for every workload (default: small ones, fetched once)",
+    )
+    add("--runs", type=int, metavar="N", help="counted runs of each side (default: 5; long ones: 2 or 3)")
+    add("--threads", type=int, metavar="N", help="CPU threads of both sides (default: physical cores)")
+    add("--json", metavar="FILE", help="write figures, machine, versions and flags there")
+    add("--plots", metavar="DIR", help="write plots (SVG) there: first token, throughput")
+    add(
+        "--folder",
+        metavar="DIR",
+        help="where files of the disk tier go (default: the system's temporary folder)",
     )
     return parser

@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from erllama.kvcache.policy import SavePolicy
     from erllama.kvcache.store import KvStore
 
+    from .retokenise import Tokenize
     from .sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLink:
-    """`pieces` gives the key bytes of tokens, so that people and tools can read what a node holds.
+    """`pieces` gives the key bytes of tokens: people and tools can read what a node holds, and prompts given
+    as text are found whatever their tokens are, if there is `tokenize`, too.
 
     `cold_identity`: whose KV requests with `exact="cold"` share.
     """
@@ -29,7 +31,12 @@ class CacheLink:
     policy: SavePolicy
     tier: str
     pieces: Callable[[Tokens[int]], list[bytes]]
+    tokenize: Tokenize | None = None
 
     def identity_of(self, seq: Sequence) -> Identity:
         """Whose KV a request may find and leaves."""
-        return self.cold_identity if seq.exact else self.identity
+        return self.identity_for(exact=seq.exact)
+
+    def identity_for(self, *, exact: bool) -> Identity:
+        """The same, for requests of a kind."""
+        return self.cold_identity if exact else self.identity

@@ -76,8 +76,12 @@ async def open_stream(
     options: GenerationOptions,
     buffer_events: int,
     purpose: Purpose = Purpose.ANSWER,
+    *,
+    is_text: bool = False,
 ) -> AsyncIterator[EventStream]:
     """A request for the block. Leaving it cancels what is still running and delivers nothing more.
+
+    `is_text`: what the prompt's ids spell is what counts; stored ids that spell the same may replace them.
 
     `prompt` may be a function; it is called again right before the request is queued, with no await between.
     Raises: `InvalidContent`, `ContextOverflow`, `InvalidOption`, `InvalidGrammar`, `StickyBusy`,
@@ -113,6 +117,7 @@ async def open_stream(
         now=trio.current_time(),
         purpose=purpose,
         exact=(options.exact or handle.exact) == "cold",
+        is_text=is_text,
     )
     try:
         handle.actor.submit(seq)

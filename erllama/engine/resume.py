@@ -23,6 +23,7 @@ from erllama.kvcache.kinds import PartKind
 
 from .cold import cold_piece
 from .restore_plan import Piece, RestorePlan, StoredNode, plan_restore
+from .spelling import Spelling
 from .state import Phase
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Resumer:
         self._cache = cache
         self._layout: Layout = facts.layout
         self._grid = cold_piece(facts.n_batch) or 1
+        self._spelling = Spelling(cache, facts, lanes)
         self._lanes = lanes
         self._thread = thread
 
@@ -69,11 +71,17 @@ class Resumer:
         On a tie the next node may still begin like the prompt; but what a running sequence is about to have
         is not read a second time, and where a session goes on it is not worth a look.
         """
-        n_stored = self._cache.store.peek(self._cache.identity_of(seq), Prompt.of(seq.ledger))[0]
         n_led = self._lanes.n_led(seq)
         if n_led > seq.n_kv or seq.is_sticky:
-            return n_stored > n_led
-        return n_stored >= seq.n_kv
+            return self._spelling.is_longer(seq, n_led, or_equal=False) or self._spelling.gains(seq)
+        return self._spelling.is_longer(seq, seq.n_kv, or_equal=True)
+
+    def n_stored(self, ids: list[int], *, exact: bool) -> int:
+        """How many of `ids`, from the first on, a request could have brought back. A plain read."""
+        path = self._cache.store.path(self._cache.identity_for(exact=exact), Prompt.of(ids))
+        nodes = [StoredNode.whole(node.start, node.end, node.parts) for node in path]
+        plan = plan_restore(nodes, self._layout, 0, len(ids), self._grid if exact else 1)
+        return 0 if plan is None else plan.end
 
     async def restore(self, seq: Sequence, stay: int) -> None:
         """Bring into memory what is stored and not there yet, during the `stay`th stay of `seq` in a slot.
@@ -86,10 +94,7 @@ class Resumer:
 
     async def _try(self, seq: Sequence, stay: int) -> bool:
         """One look-up and one restore; True if another may find something else."""
-        prompt = Prompt.of(seq.ledger)
-        match = await self._cache.store.find(
-            self._cache.identity_of(seq), prompt, resume_key=seq.options.parent_key
-        )
+        match = await self._spelling.find(seq, lambda: _still_wants(seq, stay))
         _note_reach(seq, match)
         with self._cache.store.lease(match) as lease:
             plan = self._plan(seq, match, lease)
@@ -139,6 +144,8 @@ class _Restore:
         self._wait_for_a_save = wait_for_a_save
         self._seq, self._stay, self._lease, self._plan = seq, stay, lease, plan
         self._cache, self._layout, self._lanes, self._thread = cache, layout, lanes, thread
+        # Without a legal place in between, or where any other place would cut the prompt differently.
+        self._all_or_nothing = not layout.cuttable or seq.exact
         self._n_pieces = 0  # imported so far
         self.found_damage = False
 
@@ -152,12 +159,12 @@ class _Restore:
                     self.found_damage = True  # gone, or damaged: either way it is not found again
                     return False
                 small.append((piece, held.enter_context(data)))
-            if not self._layout.cuttable and not await self._reserve_all(held):
+            if self._all_or_nothing and not await self._reserve_all(held):
                 return False
             try:
                 return await self._base() and await self._small(small) and await self._arrive()
             finally:
-                if self._n_pieces and not self._layout.cuttable and self._seq.n_kv != self._plan.end:
+                if self._n_pieces and self._all_or_nothing and self._seq.n_kv != self._plan.end:
                     self._undo()
 
     async def _reserve_all(self, held: ExitStack) -> bool:
@@ -206,7 +213,7 @@ class _Restore:
     async def _block(self, piece: Piece, data: memoryview) -> bool:
         if not _still_wants(self._seq, self._stay):
             return False
-        if not self._layout.cuttable:
+        if self._all_or_nothing:
             return await self._import(piece, data)
         n_cells = len(self._lease.nodes[piece.index].ids)  # all of it passes through scratch
         if not self._has_room(n_cells):
@@ -226,17 +233,20 @@ class _Restore:
 
     async def _arrive(self) -> bool:
         """Where everything counts at once: it does now."""
-        if self._layout.cuttable:
+        if not self._all_or_nothing:
             return True
         if not _is_in_slot(self._seq, self._stay):
             return False
-        index = max(piece.index for piece in (*self._plan.base, *self._plan.small))
+        indices = [piece.index for piece in (*self._plan.base, *self._plan.small)]
         if not await self._is_at_end():
-            self._damaged(index, "its parts do not add up")
+            if not self._thread.is_broken:  # which of them is wrong is not known: all behind the first go
+                self._damaged(min(indices), "what was restored does not add up")
             return False
         if not _is_in_slot(self._seq, self._stay):
             return False
-        self._reached(self._plan.end, index)
+        self._reached(self._plan.end, max(indices))
+        for piece in self._plan.small:  # where one goes on from, others will
+            self._cache.store.set_anchor(self._lease.nodes[piece.index].name)
         return True
 
     async def _is_at_end(self) -> bool:
@@ -260,8 +270,15 @@ class _Restore:
                 return False
             arrived = False
         if not arrived:
-            self._damaged(piece.index, f"llama.cpp refused its {piece.part.name} part")
+            self._refused(piece)
         return arrived
+
+    def _refused(self, piece: Piece) -> None:
+        """The bytes are damaged, or a window ring, whose cells nobody counts, had no room for them."""
+        if not self._layout.cuttable and not self._lanes.is_alone(self._seq):
+            self.found_damage = self._lanes.drop_resident()  # then there is room, and it is tried again
+        else:
+            self._damaged(piece.index, f"llama.cpp refused its {piece.part.name} part")
 
     def _damaged(self, index: int, what: str) -> None:
         self.found_damage = True
@@ -286,6 +303,7 @@ class _Restore:
 def _note_reach(seq: Sequence, match: Match) -> None:
     """What a miss is explained from."""
     seq.evidence.saw(match.n_tokens, (), 0)
+    seq.evidence.whole = max(seq.evidence.whole, match.n_tokens)
     if (last := match.partial) is not None:
         n = last.node.start + last.n_tokens
         seq.evidence.saw(n, [*seq.ledger[: last.node.start], *last.node.ids], last.node.end)

@@ -107,7 +107,7 @@ class Saver:
         self._idle = trio.Event()
         self._idle.set()
         self._changed = trio.Event()  # something planned was written, or given up
-        self.saved_names = SavedNames(cache.identity)
+        self.saved_names = SavedNames()
 
     def __repr__(self) -> str:
         return f"<Saver {len(self._planned)} planned>"
@@ -124,9 +124,9 @@ class Saver:
             if due and not seq.exact and policy.gate(SaveReason.CONTINUED, seq.n_kv) is None:
                 self._plan(seq, SaveReason.CONTINUED, tail=False)
         elif policy.gate(SaveReason.COLD, seq.n_prompt) is None:
-            # A state cannot be cut back to where the prompt ends, so it is taken there.
+            # What cannot be cut back to where the prompt ends is taken there.
             at_end = seq.n_kv == seq.n_prompt - 1
-            self._plan(seq, SaveReason.COLD, tail=self._layout.state and at_end and not seq.exact)
+            self._plan(seq, SaveReason.COLD, tail=not self._layout.cuttable and at_end and not seq.exact)
 
     @property
     def _interval(self) -> int:
@@ -159,9 +159,11 @@ class Saver:
             name = self._cache.identity_of(seq).node_name(parent, tokens.tobytes())
             path.add(name, end)
             fleeting = self._fleeting_part(seq, start, end)
+            anchor = is_anchor(self._layout, start, end, anchors, last=tail and end == seq.n_kv)
             if has(name) and (fleeting is None or has(name, fleeting)):
+                if anchor:
+                    self._cache.store.set_anchor(name)
                 continue
-            last = tail and end == seq.n_kv
             node = PlannedNode(
                 seq=seq,
                 slot=seq.slot,
@@ -172,7 +174,7 @@ class Saver:
                 tokens=tokens,
                 reason=reason_of(seq, start, end, reason),
                 provenance=_provenance(seq, end),
-                anchor=is_anchor(self._layout, start, end, anchors, last=last),
+                anchor=anchor,
                 n_counted=0 if name in self._names or has(name) else len(tokens),
             )
             self._queue(node, fleeting=fleeting is not None)
@@ -230,6 +232,11 @@ class Saver:
                 log.warning("a block of %d tokens was not saved: %s", len(node.tokens), str(refused))
             self._done(node)  # not when cancelled: `drain` begins with it again
         self._idle.set()
+
+    @property
+    def must_capture(self) -> bool:
+        """Whether something will be gone after the next step."""
+        return bool(self._fleeting) or self._capturing.locked()
 
     async def capture(self) -> None:
         """Take what will be gone after the next step. Cancellation: the rest is taken by the next call."""

@@ -42,7 +42,7 @@ def test_help_loads_no_native_code():
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("command", ["generate", "demo", "version"])
+@pytest.mark.parametrize("command", ["generate", "demo", "bench", "version"])
 def test_each_command_explains_itself(erllama_command, command):
     """`erllama COMMAND --help` exits with 0."""
     said = erllama_command(command, "--help")

@@ -1,4 +1,4 @@
-"""What reuse saves on every kind of memory, in counts: agents with one head, a growing chat (P5, P6, X2)."""
+"""What reuse saves on each kind of memory, in counts: agents with one head, a growing chat (P5, P6, X2)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_eight_agents_with_one_head(
             assert agree(answers[i], await scene.uninterrupted(prompt))
 
 
-TURNS = 8  # 20 turns to 6,000 tokens take minutes on a laptop's cores
+TURNS = 8  # 20 turns to 6,000 tokens take minutes here: ERLLAMA_LONG=1
 CHAT_TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 

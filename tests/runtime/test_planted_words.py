@@ -1,4 +1,4 @@
-"""Words planted in a long prompt, asked cold, warm and warm after a kill; the folder is clean then."""
+"""Three words planted in a long prompt are found: cold, warm, warm after a kill; the folder is clean."""
 
 from __future__ import annotations
 
