@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from erllama import llama
-from erllama.backend import BackendFacts, MemoryKind, PartKind, Sampled, StepResult, StepStatus
-from erllama.errors import ErllamaError, HandleClosed, LoadCancelled, NotSupported
+from erllama.backend import BackendFacts, MemoryKind, PartKind, StepResult, StepStatus
+from erllama.errors import HandleClosed, LoadCancelled, NotSupported
 from erllama.kvcache.key import control_piece
 from erllama.llama.variant import cache_dir
 
@@ -25,7 +25,7 @@ from .cold_probe import ColdProbe
 from .fingerprint import file_sha256, model_files, shape_hash
 from .governor import ThreadGovernor
 from .llama_parts import FORMAT, PartMover, layout_of, why_no_layout
-from .llama_sampler import LlamaSampler
+from .llama_sampler import LlamaSampler, sample_rows
 from .memory_check import MemoryCheck
 from .native_params import N_SCRATCH, native_params, sampling_defaults, warn_of_what_will_disappoint
 from .permit import PROCESS_PERMIT
@@ -266,10 +266,7 @@ class LlamaBackend:
                 self._govern(context, computed - began, time.process_time() - cpu_began)
         if rc != 0:
             return StepResult(status=_status(rc, context.abort.cause), rc=rc, compute_s=computed - began)
-        sampled = tuple(
-            None if row.sampler is None else _sample(context, row.sampler, output)
-            for row, output in zip(step.rows, outputs, strict=True)
-        )
+        sampled = sample_rows(context, step.rows, outputs)
         return StepResult(
             status=StepStatus.OK,
             sampled=sampled,
@@ -425,11 +422,3 @@ def _status(rc: int, cause: str | None) -> StepStatus:
     if rc == 2:
         return StepStatus.TIMEOUT if cause == "deadline" else StepStatus.ABORTED
     return StepStatus.FATAL
-
-
-def _sample(context: llama.Context, sampler: object, output: int) -> Sampled | ErllamaError:
-    assert isinstance(sampler, LlamaSampler)
-    try:
-        return sampler.sample(context, output)
-    except ErllamaError as error:  # this request's grammar or memory; its neighbours go on
-        return error

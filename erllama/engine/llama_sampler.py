@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from erllama import llama
 from erllama.backend import Sampled
+from erllama.errors import ErllamaError
 from erllama.types import TokenLogprob
 
 if TYPE_CHECKING:
-    from erllama import llama
+    from collections.abc import Sequence
+
+    from erllama.backend import Row
 
 
 class LlamaSampler:
@@ -24,12 +28,35 @@ class LlamaSampler:
         """Free the chain."""
         self.chain.close()
 
-    def sample(self, context: llama.Context, output: int) -> Sampled:
-        """A token for that row of the last decode. Raises: what the chain raises."""
-        token = self.chain.sample(context, output)
-        if self.n_alternatives is None:
-            return Sampled(token=token)
-        return Sampled(token=token, logprob=_logprob(context.logits(output), token, self.n_alternatives))
+
+def sample_rows(
+    context: llama.Context, rows: Sequence[Row], outputs: Sequence[int]
+) -> tuple[Sampled | ErllamaError | None, ...]:
+    """A token for each row that carries a sampler, out of its output of the last decode.
+
+    An error concerns one request, its grammar or its memory; its neighbours go on.
+    """
+    asked = [(row.sampler, i) for row, i in zip(rows, outputs, strict=True) if row.sampler is not None]
+    samplers = cast("list[LlamaSampler]", [sampler for sampler, _ in asked])
+    tokens = iter(llama.sample_rows(context, [s.chain for s in samplers], [i for _, i in asked]))
+    return tuple(
+        None if row.sampler is None else _sampled(context, cast("LlamaSampler", row.sampler), next(tokens), i)
+        for row, i in zip(rows, outputs, strict=True)
+    )
+
+
+def _sampled(
+    context: llama.Context, sampler: LlamaSampler, token: int | ErllamaError, output: int
+) -> Sampled | ErllamaError:
+    if isinstance(token, ErllamaError):
+        return token
+    if sampler.n_alternatives is None:
+        return Sampled(token=token)
+    try:
+        logits = context.logits(output)
+    except ErllamaError as error:
+        return error
+    return Sampled(token=token, logprob=_logprob(logits, token, sampler.n_alternatives))
 
 
 def _logprob(logits: np.ndarray, token: int, n_top: int) -> TokenLogprob:

@@ -223,6 +223,11 @@ class Context:
             n = self._n_scores if self.lib.pooling_type(ptr) == rank else self.model.facts.n_embd_out
             return self._floats(self.lib.get_embeddings_seq(ptr, seq_id), n)
 
+    def with_logits(self, rows: Sequence[int]) -> list[bool]:
+        """Which of these rows of the last decode have logits."""
+        marks = self._output_rows if self._memory is not None else b""
+        return [0 <= i < len(marks) and marks[i] != 0 for i in rows]
+
     def need_logits(self, i: int) -> None:
         """Raises: `NoLogits` if row `i` of the last decode has no logits."""
         if self._memory is None:

@@ -45,7 +45,7 @@ BUDGETS = {
     ("fake", 1): Budget(None, None, 187, None, None),
     ("fake", 8): Budget(None, None, 106, None, None),
     ("tiny", 1): Budget(5.5, 1.05, 228, 8.0, 0.2),
-    ("tiny", 8): Budget(13.5, 1.05, 131, 3.0, 0.2),
+    ("tiny", 8): Budget(6.5, 1.05, 121, 3.0, 0.2),
 }
 # Bytes, of the KV that is new (exported, written) or asked back (imported); what is above 1 are headers.
 COPIES = {"exported": 1.06, "imported": 1.06, "written": 1.06}

@@ -57,6 +57,20 @@ struct el_gguf_fault {
     char message[256];
 };
 
+/* A sampler as `sample_rows` takes it: what it is made of, the row to sample, and what came of it.
+   `is_greedy` and `top_k` only for chains that ask for nothing else before them but biases, which ascend. */
+struct el_row {
+    struct el_sampler *sampler;
+    struct llama_sampler *chain;
+    const llama_logit_bias *bias;
+    int32_t n_bias;
+    int32_t top_k;
+    bool is_greedy;
+    int32_t output;
+    int32_t token;
+    struct el_error error;
+};
+
 /* Test hook: throws bad_alloc for 1, runtime_error for 2, an int for 3. */
 void shim_test_throw(int32_t kind);
 
@@ -89,3 +103,4 @@ int32_t shim_sampling_accept(struct el_sampler *sampler, int32_t token);
 void shim_sampling_reset(struct el_sampler *sampler);
 void shim_sampling_free(struct el_sampler *sampler);
 int32_t shim_sampling_count(void);
+void shim_sample_rows(struct llama_context *ctx, int32_t n_vocab, struct el_row **rows, int32_t n_rows);
