@@ -33,7 +33,7 @@ from .permit import PROCESS_PERMIT
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from erllama.backend import Layout, SamplingParams, Step
+    from erllama.backend import Layout, Row, SamplingParams, Step
     from erllama.options import ContextOptions, ModelOptions
 
 log = logging.getLogger("erllama.engine")
@@ -246,13 +246,7 @@ class LlamaBackend:
         """One `llama_decode`, then one sample per row that carries a sampler."""
         context, batch = self._live_context(), self._batch
         assert batch is not None
-        batch.clear()
-        outputs = [
-            batch.add(
-                self._seq_id(row.slot), row.tokens, row.pos, output="none" if row.sampler is None else "last"
-            )
-            for row in step.rows
-        ]
+        outputs = self._fill(batch, step.rows)
         if step.exact:
             self._all_threads(context)
         with self._permit.held(self._n_threads(step), at_most_s=step.budget_s) as granted:
@@ -273,6 +267,22 @@ class LlamaBackend:
             compute_s=computed - began,
             sample_s=time.perf_counter() - computed,
         )
+
+    def _fill(self, batch: llama.Batch, rows: Sequence[Row]) -> Sequence[int]:
+        """Put the rows of a step into the batch; returns the index of each one's output."""
+        if all(len(row.tokens) == 1 and row.sampler is not None for row in rows):
+            first = self._seq_id(0)
+            batch.fill(
+                [first + row.slot for row in rows], [row.tokens[0] for row in rows], [row.pos for row in rows]
+            )
+            return range(len(rows))
+        batch.clear()
+        return [
+            batch.add(
+                self._seq_id(row.slot), row.tokens, row.pos, output="none" if row.sampler is None else "last"
+            )
+            for row in rows
+        ]
 
     def _all_threads(self, context: llama.Context) -> None:
         """What must have the same bits every time is computed with as many threads every time."""
