@@ -14,6 +14,7 @@ MissReason = Literal[
     "restore_failed",  # more is stored than could be brought back
     "evicted",  # it was stored, and had to make room
     "differs_at",  # what is kept goes on differently
+    "part_missing",  # more is kept, but this memory can be gone on from only where a window or state is
     "ends_at",  # nothing that is kept goes on like the prompt
     "below_gate",  # nothing is kept, and the prompt is too short to be
     "nothing_stored",  # nothing that begins like the prompt is kept

@@ -29,7 +29,7 @@ from .header import Damaged
 from .kinds import PartKind
 from .loader import Loader
 from .lookuplog import LookupLog
-from .match import Lease, Match
+from .match import Lease, Match, MatchedNode
 from .options import StoreOptions
 from .report import dump_nodes, store_statistics, tier_statistics
 from .room import RamRoom
@@ -122,6 +122,10 @@ class KvStore:
     def peek(self, identity: Identity, prompt: Prompt) -> tuple[int, int]:
         """Tokens and bytes of the longest stored beginning, in whole nodes. A plain read, without I/O."""
         return self._finder.peek(identity, prompt)
+
+    def path(self, identity: Identity, prompt: Prompt) -> list[MatchedNode]:
+        """The whole nodes that a prompt begins with and their parts. A plain read, without I/O."""
+        return self._finder.path(identity, prompt)
 
     def lease(self, match: Match) -> Lease:
         """Hold a match's nodes while they are read: `with store.lease(match) as lease: …`."""

@@ -31,7 +31,8 @@ class Watched(FakeBackend):
         """Compare, unless something decided since the step was handed over is still to be done."""
         assert self.actor is not None
         lanes = self.actor._lanes
-        if lanes._ops or lanes._n_reserved != step.n_tokens:
+        waiting = self.actor._thread._runner._turn.statistics().tasks_waiting  # with operations of their own
+        if lanes._ops or waiting or lanes._n_reserved != step.n_tokens:
             return None
         holders = {holder.slot: holder for holder in lanes._holders()}
         if not self._layout.base:
