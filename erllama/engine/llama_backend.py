@@ -270,11 +270,14 @@ class LlamaBackend:
 
     def _fill(self, batch: llama.Batch, rows: Sequence[Row]) -> Sequence[int]:
         """Put the rows of a step into the batch; returns the index of each one's output."""
-        if all(len(row.tokens) == 1 and row.sampler is not None for row in rows):
-            first = self._seq_id(0)
-            batch.fill(
-                [first + row.slot for row in rows], [row.tokens[0] for row in rows], [row.pos for row in rows]
-            )
+        first = self._seq_id(0)
+        single = [
+            (first + row.slot, row.tokens[0], row.pos)
+            for row in rows
+            if len(row.tokens) == 1 and row.sampler is not None
+        ]
+        if len(single) == len(rows):
+            batch.fill(*zip(*single, strict=True))
             return range(len(rows))
         batch.clear()
         return [

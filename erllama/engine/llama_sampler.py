@@ -36,27 +36,26 @@ def sample_rows(
 
     An error concerns one request, its grammar or its memory; its neighbours go on.
     """
-    asked = [(row.sampler, i) for row, i in zip(rows, outputs, strict=True) if row.sampler is not None]
-    samplers = cast("list[LlamaSampler]", [sampler for sampler, _ in asked])
-    tokens = iter(llama.sample_rows(context, [s.chain for s in samplers], [i for _, i in asked]))
-    return tuple(
-        None if row.sampler is None else _sampled(context, cast("LlamaSampler", row.sampler), next(tokens), i)
-        for row, i in zip(rows, outputs, strict=True)
-    )
+    asked = [(i, row.sampler) for i, row in enumerate(rows) if row.sampler is not None]
+    samplers = cast("list[LlamaSampler]", [sampler for _, sampler in asked])
+    tokens = llama.sample_rows(context, [s.chain for s in samplers], [outputs[i] for i, _ in asked])
+    found: list[Sampled | ErllamaError | None] = [None] * len(rows)
+    for (i, _), sampler, token in zip(asked, samplers, tokens, strict=True):
+        if isinstance(token, ErllamaError):
+            found[i] = token
+        elif sampler.n_alternatives is None:
+            found[i] = Sampled(token=token)
+        else:
+            found[i] = _with_logprob(context, outputs[i], token, sampler.n_alternatives)
+    return tuple(found)
 
 
-def _sampled(
-    context: llama.Context, sampler: LlamaSampler, token: int | ErllamaError, output: int
-) -> Sampled | ErllamaError:
-    if isinstance(token, ErllamaError):
-        return token
-    if sampler.n_alternatives is None:
-        return Sampled(token=token)
+def _with_logprob(context: llama.Context, output: int, token: int, n_top: int) -> Sampled | ErllamaError:
     try:
         logits = context.logits(output)
     except ErllamaError as error:
         return error
-    return Sampled(token=token, logprob=_logprob(logits, token, sampler.n_alternatives))
+    return Sampled(token=token, logprob=_logprob(logits, token, n_top))
 
 
 def _logprob(logits: np.ndarray, token: int, n_top: int) -> TokenLogprob:
