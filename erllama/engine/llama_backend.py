@@ -159,8 +159,13 @@ class LlamaBackend:
             self._model = None
 
     def clear(self) -> None:
-        """Forget every sequence; what cells held stays where nobody looks."""
+        """Forget every sequence; what cells held stays where nobody looks.
+
+        It is asked for on behalf of who wants exact bits, so until other steps come these are looked after.
+        """
         self._live_context().memory.clear(data=False)
+        if self._parts is not None:
+            self._parts.exact = True
 
     def probe_cold(self) -> str | None:
         """Try it, unless that was done before. Blocks for a few prefills."""
@@ -249,6 +254,8 @@ class LlamaBackend:
         outputs = self._fill(batch, step.rows)
         if step.exact:
             self._all_threads(context)
+        elif self._parts is not None:
+            self._parts.exact = False
         with self._permit.held(self._n_threads(step), at_most_s=step.budget_s) as granted:
             if not granted:
                 return StepResult(status=StepStatus.ABORTED)

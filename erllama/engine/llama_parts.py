@@ -92,6 +92,15 @@ class PartMover:
         # A hybrid may have windows too: they go with the state, which needs them.
         self._state_has_cells = layout.state and saved_state.has_cells(self._no_partial)
 
+    @property
+    def exact(self) -> bool:
+        """Whether what is put back must lie where it lay when it was computed, whatever that costs."""
+        return self._places.exact
+
+    @exact.setter
+    def exact(self, exact: bool) -> None:
+        self._places.exact = exact
+
     # --- taking out ---
 
     def export_bytes(self, seq_id: int, start: int, end: int, part: PartKind) -> int:

@@ -159,9 +159,11 @@ class Saver:
             name = self._cache.identity_of(seq).node_name(parent, tokens.tobytes())
             path.add(name, end)
             fleeting = self._fleeting_part(seq, start, end)
+            anchor = is_anchor(self._layout, start, end, anchors, last=tail and end == seq.n_kv)
             if has(name) and (fleeting is None or has(name, fleeting)):
+                if anchor:
+                    self._cache.store.set_anchor(name)
                 continue
-            last = tail and end == seq.n_kv
             node = PlannedNode(
                 seq=seq,
                 slot=seq.slot,
@@ -172,7 +174,7 @@ class Saver:
                 tokens=tokens,
                 reason=reason_of(seq, start, end, reason),
                 provenance=_provenance(seq, end),
-                anchor=is_anchor(self._layout, start, end, anchors, last=last),
+                anchor=anchor,
                 n_counted=0 if name in self._names or has(name) else len(tokens),
             )
             self._queue(node, fleeting=fleeting is not None)
