@@ -408,7 +408,7 @@ class LlamaBackend:
 
     def piece(self, token: int) -> bytes:
         """The bytes a token shows."""
-        return self._live_model().vocab.piece(token)
+        return (self._model or self._live_model()).vocab.piece(token)
 
     def key_pieces(self, tokens: Sequence[int]) -> list[bytes]:
         """Text of ordinary tokens, id of control tokens."""
@@ -426,7 +426,7 @@ class LlamaBackend:
 
     def is_eog(self, token: int) -> bool:
         """Whether the token ends a generation."""
-        return self._live_model().vocab.is_eog(token)
+        return (self._model or self._live_model()).vocab.is_eog(token)
 
 
 def _idle_s() -> float:

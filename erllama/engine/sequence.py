@@ -162,7 +162,8 @@ class Sequence:
     @property
     def n_left(self) -> int:
         """Tokens it may still generate."""
-        return min(self.options.max_tokens - self.n_generated, self._n_ctx - len(self.ledger))
+        n = len(self.ledger)
+        return min(self.options.max_tokens + self.n_prompt, self._n_ctx) - n
 
     def check(self) -> None:
         """Assert the invariants above."""
