@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from erllama.errors import ErllamaError
+from erllama.errors import DecodeAborted, ErllamaError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -54,7 +54,9 @@ class Recovery:
             await self.rebuild(error)
             return
         for seq, n_kv in zip(sequences, kept, strict=True):
-            if not seq.cancelled and (seq.exact or (self._lanes.has_state and n_kv < seq.n_kv)):
+            if seq.exact and seq.n_generated and not seq.cancelled:
+                self._lanes.release(seq.fail(_interrupted(seq)))
+            elif not seq.cancelled and (seq.exact or (self._lanes.has_state and n_kv < seq.n_kv)):
                 self._lanes.release(seq.preempt())
                 self._lanes.requeue(seq)
             else:
@@ -90,7 +92,14 @@ class Recovery:
         if not innocent and self._cache is not None:
             for name in seq.unproven:
                 self._cache.store.quarantine(name, "a decode failed right behind it")
-        if not seq.retried and not seq.cancelled:
+        if not seq.retried and not seq.cancelled and not (seq.exact and seq.n_generated):
             seq.retried = True
             self._lanes.release(seq.preempt())
             self._lanes.requeue(seq)
+
+
+def _interrupted(seq: Sequence) -> DecodeAborted:
+    return DecodeAborted(
+        f'{seq.request}: a step was aborted in the middle of an answer with exact="cold"; '
+        f"going on would give other bits, ask again"
+    )

@@ -298,6 +298,11 @@ class Saver:
         """Whether a node of that name is planned or being written."""
         return self._names[name] > 0
 
+    async def wait_for_one(self) -> None:
+        """Until one planned node more is written, or given up. Cancellation: harmless."""
+        if self._planned:
+            await self._changed.wait()
+
     async def wait_saved(self, name: bytes) -> None:
         """Until the node of that name is written, or given up. Cancellation: harmless."""
         while self.is_saving(name):
