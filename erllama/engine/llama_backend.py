@@ -261,7 +261,7 @@ class LlamaBackend:
         with self._permit.held(self._n_threads(step), at_most_s=step.budget_s) as granted:
             if not granted:
                 return StepResult(status=StepStatus.ABORTED)
-            context.abort.arm(step.budget_s)
+            context.abort.arm_next(step.budget_s)
             began, cpu_began = time.perf_counter(), time.process_time()
             rc = context.decode(batch)
             computed = time.perf_counter()
@@ -329,7 +329,7 @@ class LlamaBackend:
         """Lower the flag. Any thread."""
         self._permit.renew()
         context = self._context
-        if context is not None:
+        if context is not None and context.abort.is_raised:
             context.abort.clear()
 
     # --- memory ---

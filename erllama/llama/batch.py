@@ -41,6 +41,8 @@ class Batch:
         # Each row's seq_id entry is a pointer into this table of all ids, so marking n rows is one fill.
         self._seq_table = np.arange(n_seq_max, dtype=np.int32)
         self._table_address = int(self._seq_table.ctypes.data)
+        first = as_pointer(ffi, self._seq_table, "llama_seq_id *")
+        self._seq_addresses = [first + i for i in range(n_seq_max)]
         self._seq_pointers = np.full(capacity, self._table_address, np.uintp)
         self.native: Any = ffi.new("struct llama_batch *")
         self.native.token = as_pointer(ffi, self.tokens, "llama_token *")
@@ -105,30 +107,20 @@ class Batch:
                 f"{n} rows do not fit: {self.capacity} is the most" if n else "no tokens to add",
                 detail={"n_rows": n, "n_taken": 0, "capacity": self.capacity},
             )
-        ids, rows, places = _single_rows(seq_ids, tokens, positions)
-        if min(seq_ids) < 0 or max(seq_ids) >= len(self._seq_table):
+        native, table = self.native, self._seq_addresses
+        try:  # cffi's own copies: after a decode they find warmer caches than numpy's
+            if min(seq_ids) < 0 or max(positions) >= INT32_MAX:
+                raise InvalidBatch(f"sequences {list(seq_ids)} at {list(positions)}: beyond 31 bits")
+            native.token[0:n] = tokens
+            native.pos[0:n] = positions
+            native.seq_id[0:n] = [table[i] for i in seq_ids]
+        except (IndexError, OverflowError, TypeError, ValueError) as error:
             raise InvalidBatch(
-                f"sequences {list(seq_ids)}: this batch was made for ids below {len(self._seq_table)}",
-                detail={"n_seq_max": len(self._seq_table)},
-            )
-        self.tokens[:n] = rows
-        self.positions[:n] = places
-        self._seq_pointers[:n] = self._table_address + ids * self._seq_table.itemsize
-        self.outputs[:n] = 1
-        self.n_tokens = self.n_outputs = self.native.n_tokens = n
-
-
-def _single_rows(*columns: Sequence[int]) -> np.ndarray:
-    try:
-        table = np.array(columns)
-    except (ValueError, OverflowError) as error:
-        raise InvalidBatch(f"sequence ids, tokens and positions do not fit together: {error}") from None
-    if table.dtype != np.int64 or table.ndim != 2:
-        raise InvalidBatch(f"sequence ids, tokens and positions are flat integers, not {table.dtype}")
-    least, most = min(map(min, columns)), max(map(max, columns))
-    if least < INT32_MIN or most >= INT32_MAX:
-        raise InvalidBatch(f"not all of 32 bits: {least} to {most}")
-    return table
+                f"a row is a sequence id below {len(table)}, a token and a position, integers all: {error}",
+                detail={"n_seq_max": len(table)},
+            ) from None
+        native.logits[0:n] = [1] * n
+        self.n_tokens = self.n_outputs = native.n_tokens = n
 
 
 def _int32(tokens: TokenIds) -> np.ndarray:

@@ -94,6 +94,8 @@ void shim_abort_raise(struct el_abort *state);
 void shim_abort_arm(struct el_abort *state, double seconds);
 void shim_abort_clear(struct el_abort *state);
 
+/* Check, arm (unless `seconds` is NaN) and decode; -1 with `fault->code` set if the batch was refused. */
+int32_t shim_decode_checked(struct llama_context *ctx, const struct llama_batch *batch, const struct el_batch_limits *limits, llama_memory_t mem, struct el_batch_fault *fault, struct el_abort *abort, double seconds);
 bool shim_batch_check(const struct llama_batch *batch, const struct el_batch_limits *limits, llama_memory_t mem, struct el_batch_fault *fault);
 
 bool shim_grammar_check(const struct llama_vocab *vocab, const char *text, struct el_grammar_fault *fault);
