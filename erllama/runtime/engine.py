@@ -6,9 +6,11 @@ import dataclasses
 import itertools
 import logging
 import os
+import platform
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Never, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Never, TypedDict, Unpack
 
 import trio
 
@@ -146,7 +148,7 @@ class Engine:
                 made,
                 context_options,
                 progress,
-                lambda facts: self._link(made, facts, policy or SavePolicy(), tier),
+                lambda facts: self._link(made, facts, policy or SavePolicy(), tier, file or model_id),
                 self.config.evict_save_timeout_s,
                 "cold" if deterministic else exact,
                 deterministic,
@@ -169,16 +171,21 @@ class Engine:
                 f"no tier {tier!r}; there are {', '.join(known)}", detail={"key": "tier", "value": tier}
             )
 
-    def _link(self, backend: Backend, facts: BackendFacts, policy: SavePolicy, tier: str) -> CacheLink | None:
+    def _link(
+        self, backend: Backend, facts: BackendFacts, policy: SavePolicy, tier: str, file: str
+    ) -> CacheLink | None:
         if facts.shape_hash is None:
             return None
         pieces: Callable[[Sequence[int]], list[bytes]] = getattr(
             backend, "key_pieces", lambda tokens: [b""] * len(tokens)
         )
+        told = _told(facts, file)
         return CacheLink(
             store=self.cache.store,
-            identity=Identity(shape_hash=facts.shape_hash, n_ctx=facts.n_ctx),
-            cold_identity=Identity(shape_hash=cold_shape_hash(facts), n_ctx=facts.n_ctx),
+            identity=Identity(shape_hash=facts.shape_hash, n_ctx=facts.n_ctx, facts=told),
+            cold_identity=Identity(
+                shape_hash=cold_shape_hash(facts), n_ctx=facts.n_ctx, facts={**told, "exact": "cold"}
+            ),
             policy=policy,
             tier=tier,
             pieces=pieces,
@@ -287,6 +294,26 @@ async def _open_engine(config: EngineConfig | None, overrides: EngineOverrides) 
             raise  # cancelled: neither model nor store tasks raise anything else
     if error is not None:
         raise error
+
+
+def _told(facts: BackendFacts, file: str) -> dict[str, Any]:
+    """What cache files say, to people and tools, about where their KV comes from."""
+    build = facts.details.get("build")
+    return {
+        "model": Path(file).name,
+        "quantisation": facts.quant_tag,
+        "memory": facts.memory_kind.value,
+        "host": platform.node(),
+        "erllama": _version(),
+        "llama_cpp": "" if build is None else build.llama_version,
+    }
+
+
+def _version() -> str:
+    try:
+        return metadata.version("erllama")
+    except metadata.PackageNotFoundError:
+        return ""  # run from its sources
 
 
 def _unknown_argument(name: str) -> UnknownOption:

@@ -1,4 +1,4 @@
-"""A model of any kind of memory with its store, and beside it one that never drops a sequence nor keeps one."""
+"""A model of any kind of memory with its store; beside it one that never drops a sequence nor keeps one."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Scene:
         await self.model.complete(prompt, cache="off", **{**GREEDY, "max_tokens": 2})
 
     async def uninterrupted(self, *turns: list[int], **options: object) -> erllama.Completion:
-        """The last answer of a conversation whose sequence is never dropped; each turn is what is new in it."""
+        """Last answer of a conversation whose sequence is never dropped; each turn is what is new in it."""
         assert self.calm is not None
         options = {**GREEDY, **options}
         await self.calm.end_session("r")

@@ -1,4 +1,4 @@
-"""E3: `exact="cold"` gives the bits of a fresh context, whatever is stored, whoever ran before or comes beside."""
+"""E3: `exact="cold"` gives the bits of a fresh context, whatever is stored and whoever runs besides."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def at_borders(seed: int = 0) -> list[list[int]]:
 async def test_warm_and_restarted_answers_have_cold_bits(
     tiny_gguf: Callable[[str], Path], tmp_path: Path, kind: str
 ) -> None:
-    """X3: around block and window borders; pieces are restored, the last token and what is behind computed."""
+    """X3: around block and window borders; pieces are restored, the last token and the rest computed."""
     path, prompts = tiny_gguf(kind), at_borders()
     expected = await fresh(path, prompts)
     for life in range(2):
@@ -74,7 +74,7 @@ async def test_warm_and_restarted_answers_have_cold_bits(
 async def test_who_runs_before_and_beside_changes_nothing(
     tiny_gguf: Callable[[str], Path], tmp_path: Path, kind: str
 ) -> None:
-    """Others of both sorts, their blocks in the store, cancelled ones: the bits are those of a fresh context."""
+    """Others of both sorts, their blocks in the store, cancelled ones: the bits stay those of a fresh one."""
     path, prompt = tiny_gguf(kind), some_tokens(600)
     head = prompt[:500]
     [expected] = await fresh(path, [prompt])

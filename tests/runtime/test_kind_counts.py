@@ -1,4 +1,4 @@
-"""What reuse saves on every kind of memory, in counts: agents with one head, a chat that grows (P5, P6, X2)."""
+"""What reuse saves on each kind of memory, in counts: agents with one head, a growing chat (P5, P6, X2)."""
 
 from __future__ import annotations
 

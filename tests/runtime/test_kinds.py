@@ -1,4 +1,4 @@
-"""Every kind of hit, on every tier, of every kind of memory: nothing is computed twice, and no answer changes.
+"""Every kind of hit, on every tier, of every kind of memory: nothing computed twice, no answer changed.
 
 The reference is the same engine had it never dropped the sequence (E2): the conversation is held in a session
 of a model without a store.
@@ -145,7 +145,7 @@ class Journey:
         assert n <= len(head) + 2 * (len(self.tail) + BLOCK)
 
     async def interrupted(self) -> None:
-        """X6: a reader leaves in the middle of an answer; who goes on from there computes less than a block."""
+        """X6: a reader leaves in the middle of an answer; who goes on there computes less than a block."""
         prompt, said = [25, *self.prompt[:200]], []
         async with self.scene.model.stream(prompt, **{**GREEDY, "max_tokens": 100}) as events:
             async for event in events:
@@ -235,7 +235,7 @@ def real_words(model: erllama.Model, n: int) -> Words:
 async def test_restarted_it_goes_on_with_the_same_bits(
     tiny_gguf: Callable[[str], Path], tmp_path: Path, kind: str
 ) -> None:
-    """E2: the prompt again after a restart, and the next turn after another, as if nothing had been dropped."""
+    """E2: the prompt again after a restart, the next turn after another, as if nothing had been dropped."""
     prompt, tail = some_tokens(300), some_tokens(20, 1)
     alone = {"n_seq_max": 1}
     async with kept(tiny_gguf(kind), "disk", tmp_path, reference=True, **alone) as scene:

@@ -1,4 +1,4 @@
-"""Three words planted in a long prompt are found: cold, warm, and warm after a kill; the folder is clean then."""
+"""Three words planted in a long prompt are found: cold, warm, warm after a kill; the folder is clean."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PROGRAM = textwrap.dedent(
                 said = [answer.generated, answer.cache_hit_kind, answer.cache_source, n, len(prompt)]
                 await engine.cache.flush()
                 print(json.dumps(said), flush=True)
-            async with model.stream([*prompt, *prompt[:100]], max_tokens=300) as events:  # killed in the middle
+            async with model.stream([*prompt, *prompt[:100]], max_tokens=300) as events:  # killed here
                 async for event in events:
                     print("busy", flush=True)
 
