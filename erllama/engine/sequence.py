@@ -48,9 +48,6 @@ if TYPE_CHECKING:
     from .stream import EventBuffer
 
 
-OWNS_A_SLOT = Phase.RESTORE, Phase.PREFILL, Phase.DECODE
-
-
 @dataclass(slots=True)
 class Timeline:
     """When things happened, on trio's clock; None until they did."""
@@ -61,6 +58,9 @@ class Timeline:
     prefilled: float | None = None
     first_token: float | None = None
     finished: float | None = None
+
+
+OWNS_A_SLOT = Phase.RESTORE, Phase.PREFILL, Phase.DECODE
 
 
 class Sequence:

@@ -98,6 +98,8 @@ void shim_abort_clear(struct el_abort *state);
 int32_t shim_decode_checked(struct llama_context *ctx, const struct llama_batch *batch, const struct el_batch_limits *limits, llama_memory_t mem, struct el_batch_fault *fault, struct el_abort *abort, double seconds);
 bool shim_batch_check(const struct llama_batch *batch, const struct el_batch_limits *limits, llama_memory_t mem, struct el_batch_fault *fault);
 
+void shim_sample_rows(struct llama_context *ctx, int32_t n_vocab, struct el_row **rows, int32_t n_rows);
+
 bool shim_grammar_check(const struct llama_vocab *vocab, const char *text, struct el_grammar_fault *fault);
 struct el_sampler *shim_sampling_new(int32_t n_vocab, struct llama_sampler *chain, struct llama_sampler *grammar, bool grammar_first);
 int32_t shim_sampling_next(struct el_sampler *sampler, struct llama_context *ctx, int32_t i);
@@ -105,4 +107,3 @@ int32_t shim_sampling_accept(struct el_sampler *sampler, int32_t token);
 void shim_sampling_reset(struct el_sampler *sampler);
 void shim_sampling_free(struct el_sampler *sampler);
 int32_t shim_sampling_count(void);
-void shim_sample_rows(struct llama_context *ctx, int32_t n_vocab, struct el_row **rows, int32_t n_rows);
