@@ -69,9 +69,9 @@ class SamplerChain:
         self._lib = lib
         bias = _biases(vocab, params)
         with vocab._model:
-            ptr, chain = _native(lib, vocab, params, bias)
+            self.row, self._keepalive = _native(lib, vocab, params, bias)
+            ptr = self.row.sampler
             self.handle = Exclusive(lib, ptr, "sampling_free", "sampler", vocab._model.owned)
-        self.row, self._keepalive = _row(lib, params, bias, ptr, chain)
 
     def __enter__(self) -> SamplerChain:
         return self
@@ -156,7 +156,11 @@ def _biases(vocab: Vocab, params: SamplerParams) -> dict[int, float]:
 
 
 def _native(lib: Library, vocab: Vocab, params: SamplerParams, bias: dict[int, float]) -> tuple[Any, Any]:
-    """`struct el_sampler *`, which owns its parts, and its chain; when something fails, they are freed."""
+    """`struct el_row *` with its sampler, which owns its parts, and what the row borrows.
+
+    When something fails on the way, the parts are freed.
+    """
+    row, biases = _row(lib, params, bias)
     with ExitStack() as parts:
         grammar = lib.ffi.NULL
         if params.grammar is not None:
@@ -167,15 +171,16 @@ def _native(lib: Library, vocab: Vocab, params: SamplerParams, bias: dict[int, f
         _fill(lib, chain, vocab.n_tokens, params, bias)
         ptr = lib.sampling_new(vocab.n_tokens, chain, grammar, params.grammar_first)
         parts.pop_all()
-        return ptr, chain
+        row.sampler, row.chain = ptr, chain
+        return row, biases
 
 
-def _row(
-    lib: Library, params: SamplerParams, bias: dict[int, float], ptr: Any, chain: Any
-) -> tuple[Any, Any]:
-    """`struct el_row *` for `sample_rows`, and what it borrows."""
+def _row(lib: Library, params: SamplerParams, bias: dict[int, float]) -> tuple[Any, Any]:
+    """What `sample_rows` has to know, but for the sampler itself.
+
+    Only a chain that nothing else has a say in may leave out most of the vocabulary.
+    """
     row = lib.ffi.new("struct el_row *")
-    row.sampler, row.chain = ptr, chain
     biases = lib.ffi.new("llama_logit_bias[]", sorted(bias.items()))
     row.bias, row.n_bias = biases, len(bias)
     if params.grammar is None and not _penalizes(params):
