@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from erllama.errors import (
     DecodeFailed,
+    ErllamaError,
     InvalidContent,
     InvalidGrammar,
     InvalidOption,
@@ -64,11 +65,12 @@ class SamplerChain:
         _check(params)
         lib = library()
         self.params = params
-        self._vocab = vocab
+        self.vocab = vocab
         self._lib = lib
         bias = _biases(vocab, params)
         with vocab._model:
-            ptr = _native(lib, vocab, params, bias)
+            self.row, self._keepalive = _native(lib, vocab, params, bias)
+            ptr = self.row.sampler
             self.handle = Exclusive(lib, ptr, "sampling_free", "sampler", vocab._model.owned)
 
     def __enter__(self) -> SamplerChain:
@@ -83,23 +85,23 @@ class SamplerChain:
         Raises: `NotSupported` (a context of another model), `NoLogits`, `InvalidGrammar` (no token of
         the vocabulary can go on), `DecodeFailed` (the model computed no numbers), `HandleClosed`.
         """
-        if context.model.vocab is not self._vocab:
+        if context.model.vocab is not self.vocab:
             raise NotSupported("a sampler fits the model it was made for, and no other")
         with self.handle as ptr, context.handle as ctx:
             context.need_logits(i)
             token = int(self._lib.sampling_next(ptr, ctx, i))
         if token < 0:
-            raise self._error(token)
+            raise self.error(token)
         return token
 
     def accept(self, token: int) -> None:
         """Take a token as if it had been sampled. Raises: `InvalidGrammar` if the grammar forbids it."""
-        if not 0 <= token < self._vocab.n_tokens:
+        if not 0 <= token < self.vocab.n_tokens:
             raise InvalidContent(f"token {token} is not in the vocabulary", detail={"token": token})
         with self.handle as ptr:
             code = int(self._lib.sampling_accept(ptr, token))
         if code < 0:
-            raise self._error(code, token)
+            raise self.error(code, token)
 
     def reset(self) -> None:
         """Forget what was accepted; the seed starts over."""
@@ -110,7 +112,8 @@ class SamplerChain:
         """Free the chain. Idempotent."""
         self.handle.close()
 
-    def _error(self, code: int, token: int | None = None) -> Exception:
+    def error(self, code: int, token: int | None = None) -> ErllamaError:
+        """What a negative answer of the native part means."""
         if code == REFUSED_BY_GRAMMAR:
             return InvalidGrammar(f"the grammar does not allow token {token} here", detail={"token": token})
         if code == NOTHING_ALLOWED:
@@ -152,8 +155,12 @@ def _biases(vocab: Vocab, params: SamplerParams) -> dict[int, float]:
     return {**biases, **dict.fromkeys(vocab.suppressed, -math.inf)}
 
 
-def _native(lib: Library, vocab: Vocab, params: SamplerParams, bias: dict[int, float]) -> Any:
-    """`struct el_sampler *`, which owns its parts; when something fails on the way, they are freed."""
+def _native(lib: Library, vocab: Vocab, params: SamplerParams, bias: dict[int, float]) -> tuple[Any, Any]:
+    """`struct el_row *` with its sampler, which owns its parts, and what the row borrows.
+
+    When something fails on the way, the parts are freed.
+    """
+    row, biases = _row(lib, params, bias)
     with ExitStack() as parts:
         grammar = lib.ffi.NULL
         if params.grammar is not None:
@@ -164,14 +171,33 @@ def _native(lib: Library, vocab: Vocab, params: SamplerParams, bias: dict[int, f
         _fill(lib, chain, vocab.n_tokens, params, bias)
         ptr = lib.sampling_new(vocab.n_tokens, chain, grammar, params.grammar_first)
         parts.pop_all()
-        return ptr
+        row.sampler, row.chain = ptr, chain
+        return row, biases
+
+
+def _row(lib: Library, params: SamplerParams, bias: dict[int, float]) -> tuple[Any, Any]:
+    """What `sample_rows` has to know, but for the sampler itself.
+
+    Only a chain that nothing else has a say in may leave out most of the vocabulary.
+    """
+    row = lib.ffi.new("struct el_row *")
+    biases = lib.ffi.new("llama_logit_bias[]", sorted(bias.items()))
+    row.bias, row.n_bias = biases, len(bias)
+    if params.grammar is None and not _penalizes(params):
+        row.is_greedy = params.temperature < GREEDY_BELOW
+        row.top_k = 0 if row.is_greedy else params.top_k
+    return row, biases
+
+
+def _penalizes(params: SamplerParams) -> bool:
+    return params.repetition_penalty != 1.0 and params.penalty_last_n != 0
 
 
 def _fill(lib: Library, chain: Any, n_vocab: int, params: SamplerParams, bias: dict[int, float]) -> None:
     if bias:
         entries = lib.ffi.new("llama_logit_bias[]", list(bias.items()))
         lib.sampler_chain_add(chain, lib.sampler_init_logit_bias(n_vocab, len(bias), entries))
-    if params.repetition_penalty != 1.0 and params.penalty_last_n != 0:
+    if _penalizes(params):
         penalties = lib.sampler_init_penalties(
             n_vocab, params.penalty_last_n, params.repetition_penalty, 0.0, 0.0
         )

@@ -78,7 +78,8 @@ struct el_sampler {
             return NOTHING_ALLOWED;
         }
         const llama_token_data &chosen = array.data[array.selected];
-        return chosen.logit == -INFINITY ? NOTHING_ALLOWED : chosen.id;
+        // Nor NaN: what an infinite bias makes of a token that the grammar has forbidden.
+        return chosen.logit > -INFINITY ? chosen.id : NOTHING_ALLOWED;
     }
 };
 
