@@ -99,6 +99,8 @@ FIELDS = [
     (EngineConfig, "stream_buffer_events", [4, 256], [3, 0, None, INF]),
     (EngineConfig, "tiers", [(), []], ["disk", b"disk", 1, None]),
     (EngineConfig, "ram_max_bytes", [0, 1 << 40], [-1, None, 1.5]),
+    (EngineConfig, "ram_spill", [None, "kv"], [1, b"kv"]),
+    (EngineConfig, "lookup_log", [None, "kv.log"], [1, True]),
     (EngineConfig, "writer_max_concurrent", [1, 64], [0, 65, None]),
     (EngineConfig, "evict_save_timeout_s", [0, 30.0], [-1, None, INF]),
 ]
@@ -155,7 +157,9 @@ def test_a_typo_names_the_nearest(cls: type, typo: str, nearest: str):
 
 def test_a_name_near_nothing_lists_all():
     """Where nothing is near, the known options are listed."""
-    with pytest.raises(UnknownOption, match="known options: evict_save_timeout_s, ram_max_bytes") as caught:
+    with pytest.raises(
+        UnknownOption, match="known options: evict_save_timeout_s, lookup_log, ram_max_bytes"
+    ) as caught:
         EngineConfig(xyzzy=1)
     assert caught.value.detail == {"key": "xyzzy", "nearest": None}
 
@@ -245,6 +249,8 @@ DEFAULTS = {
         "stream_buffer_events": 256,
         "tiers": (),
         "ram_max_bytes": 1 << 30,
+        "ram_spill": None,
+        "lookup_log": None,
         "writer_max_concurrent": 2,
         "evict_save_timeout_s": 30.0,
     },

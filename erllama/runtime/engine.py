@@ -56,6 +56,8 @@ class EngineOverrides(TypedDict, total=False):
     stream_buffer_events: int
     tiers: Sequence[DiskTier | RamFileTier]
     ram_max_bytes: int
+    ram_spill: str | None
+    lookup_log: str | None
     writer_max_concurrent: int
     evict_save_timeout_s: float
 
@@ -93,7 +95,8 @@ class Engine:
     ) -> Model:
         """Load a GGUF file and start serving it.
 
-        `tier` names where its KV is kept, `policy` says what of it.
+        `tier` names where its KV is kept: in RAM only, unless it names one of the engine's file tiers.
+        `policy` says what of it.
 
         `exact`: what requests get that do not say. "session": the answer of the same engine had it never
         dropped anything; "cold": bit for bit that of a fresh context, which means one request at a time.
@@ -115,6 +118,7 @@ class Engine:
         for name, given, wanted in (
             ("model", model, ModelOptions),
             ("context", context, ContextOptions),
+            ("policy", policy, SavePolicy),
             ("model_id", model_id, str),
         ):
             if given is not None and not isinstance(given, wanted):
@@ -157,6 +161,7 @@ class Engine:
                 handle.stop()
                 await handle.serve()
                 raise HandleClosed(f"the engine was closed while {model_id!r} was being loaded")
+            self._warn_of_ram_only(model_id, tier)
             loaded = Model(handle, file, self.config.stream_buffer_events)
             self._models[model_id] = loaded
             self._nursery.start_soon(self._serve, handle)
@@ -169,6 +174,15 @@ class Engine:
         if tier not in known:
             raise InvalidConfig(
                 f"no tier {tier!r}; there are {', '.join(known)}", detail={"key": "tier", "value": tier}
+            )
+
+    def _warn_of_ram_only(self, model_id: str, tier: str) -> None:
+        """Who has a file tier wants it used."""
+        files = [t.name for t in self.cache.list_tiers() if t.name != RAM_TIER]
+        if tier == RAM_TIER and files:
+            log.warning(
+                "%s is kept in RAM only, so it is cold after a restart; to keep it write load_model(…, tier=%r)",
+                *(model_id, files[0]),
             )
 
     def _link(
@@ -272,8 +286,9 @@ async def _open_engine(config: EngineConfig | None, overrides: EngineOverrides) 
     elif overrides:
         config = EngineConfig(**{**vars(config), **overrides})
     options = StoreOptions(
-        ram=RamTier(max_bytes=config.ram_max_bytes),
+        ram=RamTier(max_bytes=config.ram_max_bytes, spill=config.ram_spill),
         tiers=config.tiers,
+        lookup_log=config.lookup_log,
         writer_max_concurrent=config.writer_max_concurrent,
         shutdown_s=config.evict_save_timeout_s,
     )

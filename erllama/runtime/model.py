@@ -186,7 +186,10 @@ class Model:
         self, tail: Prompt, expected: list[int] | None, options: GenerationOptions
     ) -> AsyncIterator[EventStream]:
         handle = self._live()
-        ids = await self._prompt_ids(tail, add_special=False) if len(tail) else []
+        if isinstance(tail, str):
+            ids = await self._prompt_ids(tail, add_special=False) if tail else []
+        else:
+            ids = _token_ids(tail)
 
         def prompt() -> list[int]:
             return [*handle.actor.history(options.session_id, expected), *ids]
@@ -280,6 +283,8 @@ class Model:
         `add_special` adds the tokens that the model wants around a prompt; `parse_special` reads control
         tokens written out in `text` as such. Raises: `InvalidContent`.
         """
+        if not isinstance(text, str):
+            raise InvalidContent(f"tokenize takes text (str), not {type(text).__name__}")
         tokenize = self._live().optional("tokenize")
         try:
             tokens: list[int] = tokenize(text, add_special=add_special, parse_special=parse_special)
