@@ -181,7 +181,7 @@ class Engine:
         files = [t.name for t in self.cache.list_tiers() if t.name != RAM_TIER]
         if tier == RAM_TIER and files:
             log.warning(
-                "%s is kept in RAM only, so it is cold after a restart; to keep it write load_model(…, tier=%r)",
+                "%s is kept in RAM only, so it is cold after a restart; write load_model(…, tier=%r)",
                 *(model_id, files[0]),
             )
 
