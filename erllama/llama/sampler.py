@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -54,6 +55,12 @@ class SamplerParams:
     grammar_first: bool = False
 
 
+OF_THE_CHAIN = {
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "penalty_last_n", "seed", "logit_bias"),
+    "grammar_first",  # says nothing without a grammar
+}
+
+
 class SamplerChain:
     """logit bias → repetition penalty → top-k → top-p → min-p → temperature and draw (or greedy).
 
@@ -91,7 +98,7 @@ class SamplerChain:
             context.need_logits(i)
             token = int(self._lib.sampling_next(ptr, ctx, i))
         if token < 0:
-            raise self.error(token)
+            raise self._error(token)
         return token
 
     def accept(self, token: int) -> None:
@@ -101,7 +108,7 @@ class SamplerChain:
         with self.handle as ptr:
             code = int(self._lib.sampling_accept(ptr, token))
         if code < 0:
-            raise self.error(code, token)
+            raise self._error(code, token)
 
     def reset(self) -> None:
         """Forget what was accepted; the seed starts over."""
@@ -112,8 +119,7 @@ class SamplerChain:
         """Free the chain. Idempotent."""
         self.handle.close()
 
-    def error(self, code: int, token: int | None = None) -> ErllamaError:
-        """What a negative answer of the native part means."""
+    def _error(self, code: int, token: int | None = None) -> ErllamaError:
         if code == REFUSED_BY_GRAMMAR:
             return InvalidGrammar(f"the grammar does not allow token {token} here", detail={"token": token})
         if code == NOTHING_ALLOWED:
@@ -176,17 +182,24 @@ def _native(lib: Library, vocab: Vocab, params: SamplerParams, bias: dict[int, f
 
 
 def _row(lib: Library, params: SamplerParams, bias: dict[int, float]) -> tuple[Any, Any]:
-    """What `sample_rows` has to know, but for the sampler itself.
-
-    Only a chain that nothing else has a say in may leave out most of the vocabulary.
-    """
+    """What `sample_rows` has to know, but for the sampler itself."""
     row = lib.ffi.new("struct el_row *")
     biases = lib.ffi.new("llama_logit_bias[]", sorted(bias.items()))
     row.bias, row.n_bias = biases, len(bias)
-    if params.grammar is None and not _penalizes(params):
+    if _is_chain_alone(params):
         row.is_greedy = params.temperature < GREEDY_BELOW
         row.top_k = 0 if row.is_greedy else params.top_k
     return row, biases
+
+
+def _is_chain_alone(params: SamplerParams) -> bool:
+    """Whether nothing but biases comes before greedy or top-k: then most of the vocabulary may be left out.
+
+    Whatever is not known here to be harmless is taken for a grammar.
+    """
+    plain = type(params)()
+    others = [field.name for field in dataclasses.fields(params) if field.name not in OF_THE_CHAIN]
+    return not _penalizes(params) and all(getattr(params, name) == getattr(plain, name) for name in others)
 
 
 def _penalizes(params: SamplerParams) -> bool:
