@@ -12,8 +12,8 @@ For a group of parts, parents first:
 
 A target that already exists is never skipped silently: it is adopted if its head says it is the same part,
 computed the same way, of the same size, otherwise replaced. Where hard links are missing, a rename under an
-exclusive lock stands in. docs/internals/publish-protocol.md has what each crash leaves behind; a test generates
-that table.
+exclusive lock stands in. docs/internals/publish-protocol.md has what each crash leaves behind; a test
+generates that table.
 Thread: worker threads.
 """
 
