@@ -76,6 +76,37 @@ class BackendFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ThinkingSpan:
+    """How a thinking block begins and ends, in token ids; after `budget` tokens `forced` is sampled.
+
+    `forced` ends with one of the `ends`.
+    """
+
+    start: tuple[int, ...]
+    ends: tuple[tuple[int, ...], ...]
+    forced: tuple[int, ...]
+    budget: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guide:
+    """How a grammar and a thinking block fit into an answer whose beginning the prompt already has.
+
+    `prefill`: the tokens of that beginning; `covers_prefill` if the grammar describes them as well. A `lazy`
+    grammar begins where one of its triggers is generated, a pattern (ECMAScript) or a token, outside of
+    thinking blocks. `visible`: token ids and the text they show, that show none otherwise.
+    """
+
+    lazy: bool = False
+    trigger_patterns: tuple[str, ...] = ()
+    trigger_tokens: tuple[int, ...] = ()
+    prefill: tuple[int, ...] = ()
+    covers_prefill: bool = False
+    thinking: ThinkingSpan | None = None
+    visible: Mapping[int, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """A fully resolved sampler chain: nothing is left to a default."""
 
@@ -89,6 +120,7 @@ class SamplingParams:
     grammar_first: bool = False
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    guide: Guide = field(default_factory=Guide)
 
 
 class Sampler(Protocol):

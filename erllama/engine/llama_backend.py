@@ -335,6 +335,7 @@ class LlamaBackend:
             logit_bias=dict(params.logit_bias),
             grammar=params.grammar,
             grammar_first=params.grammar_first,
+            guide=params.guide,
         )
         return LlamaSampler(llama.SamplerChain(model.vocab, native), params.logprobs)
 
