@@ -5,7 +5,8 @@ every row that carries a sampler. `Backend` is the whole contract; only `open`, 
 `cut` are required, and what a backend lacks surfaces as `NotSupported` where a caller asks for it.
 
 Thread: every method runs on the model's own thread, one call at a time, except `abort`, `piece`,
-`is_eog`, `tokenize`, `detokenize` and `new_sampler`, which any thread may call at any time.
+`is_eog`, `tokenize`, `detokenize`, `new_sampler`, `chat_templates` and `special_texts`, which any thread may
+call at any time.
 """
 
 from __future__ import annotations
@@ -276,6 +277,12 @@ class OptionalBackend(Backend, Protocol):
 
     def key_pieces(self, tokens: Sequence[int]) -> list[bytes]:
         """What identifies each token in a stored history: its text, or 0xFF and its id for control tokens."""
+
+    def chat_templates(self, text: str | None) -> Any:
+        """`erllama.llama.ChatTemplates` of the model, or of `text`; without it the backend cannot chat."""
+
+    def special_texts(self) -> list[tuple[int, str, bool]]:
+        """Id, text and whether it is a control token, of every token that is read out of text as one."""
 
     def longest_piece(self) -> int:
         """Bytes of the longest token: n bytes of text are at least n / that many tokens. May block."""

@@ -16,6 +16,9 @@ PUBLIC = {
     # results and events
     "CacheDelta", "CacheHit", "Completion", "Done", "Event", "Miss", "Prefilled", "Request", "Stats", "Token",
     "TokenId", "TokenLogprob",
+    # chat
+    "ChatMessage", "ChatOptions", "ChatParams", "ChatStatistics", "Thinking", "ThinkingEnd", "ToolCall",
+    "ToolCallDelta",
     # errors
     "ErllamaError", "RequestError", "Overloaded", "EngineError",
     "AlreadyLoaded", "BatchOverflow", "ContextOverflow", "DecodeAborted", "DecodeFailed", "DecodeTimeout",

@@ -356,6 +356,14 @@ class LlamaBackend:
         vocab = self._live_model().vocab
         return [control_piece(t) if vocab.is_control(t) else vocab.piece(t) for t in tokens]
 
+    def chat_templates(self, text: str | None) -> llama.ChatTemplates:
+        """The model's chat templates, or `text` as one of them. Raises: `InvalidContent`."""
+        return llama.ChatTemplates.of_model(self._live_model(), text)
+
+    def special_texts(self) -> list[tuple[int, str, bool]]:
+        """Control and user-defined tokens."""
+        return self._live_model().vocab.special_texts()
+
     def longest_piece(self) -> int:
         """Found once, by looking at every token: tens of milliseconds."""
         if self._longest_piece is None:

@@ -33,6 +33,7 @@ from .params import ContextParams as ContextParams
 from .readout import forward_argmax as forward_argmax
 from .sampler import SamplerChain as SamplerChain
 from .sampler import SamplerParams as SamplerParams
+from .sampler import check_grammar as check_grammar
 from .sampler import live_samplers as live_samplers
 from .sizing import MemoryUse as MemoryUse
 from .sizing import estimate as estimate

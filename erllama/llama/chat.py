@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from erllama.errors import InvalidContent, InvalidGrammar, NativeError, NotSupported
+from erllama.errors import InvalidContent, InvalidGrammar, NativeError
 
 from . import logs
 from .backend import ensure_backend
@@ -89,7 +89,7 @@ class ChatTemplates:
 
     @classmethod
     def of_model(cls, model: Model, text: str | None = None) -> ChatTemplates:
-        """The model's own templates, or `text` with the model's tokens. Raises: as `of_text`, `HandleClosed`."""
+        """The model's own, or `text` with the model's tokens. Raises: as `of_text`, `HandleClosed`."""
         with model.handle as ptr:
             return cls._new(ptr, text, "", "")
 
@@ -178,9 +178,7 @@ class ChatParser:
             raise InvalidContent(f"an answer of {len(data)} bytes; the most is {MAX_TEXT_BYTES}")
         with self.handle as ptr:
             try:
-                parsed: dict[str, Any] = _text(
-                    self._lib, self._lib.chat_parse, ptr, data, len(data), partial
-                )
+                parsed: dict[str, Any] = _text(self._lib, self._lib.chat_parse, ptr, data, len(data), partial)
             except NativeError as error:
                 if error.reason == "oom":
                     raise
@@ -247,6 +245,5 @@ def _classified(error: NativeError) -> Exception:
         return error
     if "JSON schema" in said:
         return InvalidGrammar(said.replace("\n", " "), detail={"message": said})
-    if "Unable to generate parser for this template" in said and "JSON schema" not in said:
-        return NotSupported(said)
-    return InvalidContent(f"the chat template refuses this conversation: {said}", detail={"message": said})
+    reason = said.rpartition("Error: ")[2].removeprefix("Jinja Exception: ").strip()
+    return InvalidContent(f"the chat template refuses this conversation: {reason}", detail={"message": said})

@@ -18,6 +18,7 @@ from erllama.errors import (
 )
 
 from . import logs
+from .backend import ensure_backend
 from .ffi import Library, library
 from .handle import Exclusive
 
@@ -223,12 +224,7 @@ def _thinking(lib: Library, vocab: Vocab, span: ThinkingSpan) -> Any:
 
 def _grammar(lib: Library, vocab: Vocab, text: str, guide: Guide) -> Any:
     data = _grammar_bytes(text)
-    fault = lib.ffi.new("struct el_grammar_fault *")
-    if not lib.grammar_check(vocab._ptr, data, fault):
-        said = lib.ffi.string(fault.message).decode("utf-8", "replace")
-        raise InvalidGrammar(
-            f"the grammar, line {fault.line}: {said}", detail={"line": fault.line, "message": said}
-        )
+    _check_grammar(lib, vocab._ptr, data)
     with logs.captured(lib) as log:
         if guide.lazy:
             patterns = [lib.ffi.new("char[]", pattern.encode()) for pattern in guide.trigger_patterns]
@@ -241,6 +237,21 @@ def _grammar(lib: Library, vocab: Vocab, text: str, guide: Guide) -> Any:
     if grammar == lib.ffi.NULL:
         raise InvalidGrammar(f"the grammar: {log.tail()}", detail={"message": log.tail()})
     return grammar
+
+
+def check_grammar(text: str) -> None:
+    """Raise `InvalidGrammar` for what llama.cpp would refuse, with the line. Needs no model."""
+    lib = ensure_backend()
+    _check_grammar(lib, lib.ffi.NULL, _grammar_bytes(text))
+
+
+def _check_grammar(lib: Library, vocab: Any, data: bytes) -> None:
+    fault = lib.ffi.new("struct el_grammar_fault *")
+    if not lib.grammar_check(vocab, data, fault):
+        said = lib.ffi.string(fault.message).decode("utf-8", "replace")
+        raise InvalidGrammar(
+            f"the grammar, line {fault.line}: {said}", detail={"line": fault.line, "message": said}
+        )
 
 
 def _grammar_bytes(text: str) -> bytes:

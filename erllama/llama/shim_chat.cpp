@@ -14,6 +14,7 @@
 #include <string>
 
 #include "chat.h"
+#include "common.h"
 #include "json-schema-to-grammar.h"
 
 namespace {
@@ -164,6 +165,19 @@ void shim_text_free(char *text) {
 
 int32_t shim_text_count(void) {
     return n_texts.load();
+}
+
+char *shim_vocab_special(const struct llama_vocab *vocab, size_t *n) {
+    constexpr int SPECIAL = LLAMA_TOKEN_ATTR_CONTROL | LLAMA_TOKEN_ATTR_USER_DEFINED | LLAMA_TOKEN_ATTR_UNKNOWN;
+    common_json found = common_json::array();
+    for (llama_token id = 0; id < llama_vocab_n_tokens(vocab); ++id) {
+        const int attr = llama_vocab_get_attr(vocab, id);
+        if ((attr & SPECIAL) != 0) {
+            const bool is_control = (attr & LLAMA_TOKEN_ATTR_USER_DEFINED) == 0;
+            found.push_back(common_json::array({id, common_token_to_piece(vocab, id, true), is_control}));
+        }
+    }
+    return give(found.dump_safe(), n);
 }
 
 char *shim_schema_to_grammar(const char *schema, size_t n_schema, size_t *n) {

@@ -8,10 +8,11 @@ import logging
 import os
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Never, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Never, TypedDict, Unpack
 
 import trio
 
+from erllama.chat.templates import TemplateCache
 from erllama.engine.cache_link import CacheLink
 from erllama.engine.handle import Handle
 from erllama.engine.home import current_home, require_home
@@ -28,16 +29,28 @@ from erllama.kvcache.key import Identity
 from erllama.kvcache.policy import SavePolicy
 from erllama.kvcache.store import StoreOptions, open_store
 from erllama.kvcache.tiers import RAM_TIER, RamTier
-from erllama.options import ContextOptions, EngineConfig, ModelOptions, unknown_option
+from erllama.options import (
+    ContextOptions,
+    EngineConfig,
+    ModelOptions,
+    Rejected,
+    optional,
+    string,
+    two_strings,
+    unknown_option,
+)
 
 from .block import Block
 from .cache import Cache
+from .chat import ModelChat
 from .model import Model
+from .raw_thinking import RawThinking
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
     from erllama.backend import Backend, BackendFacts
+    from erllama.checks import Check
     from erllama.kvcache.store import KvStore
     from erllama.kvcache.tiers import DiskTier, RamFileTier
     from erllama.types import Request
@@ -55,6 +68,8 @@ class EngineOverrides(TypedDict, total=False):
     ram_max_bytes: int
     writer_max_concurrent: int
     evict_save_timeout_s: float
+    chat_cache_size: int
+    thinking_signing_key: bytes | None
 
 
 class Engine:
@@ -68,6 +83,7 @@ class Engine:
         self._models: dict[str, Model] = {}
         self._loading: set[str] = set()
         self._numbers = itertools.count(1)
+        self._templates = TemplateCache(config.chat_cache_size)
         self._closed = False
 
     def __repr__(self) -> str:
@@ -83,12 +99,17 @@ class Engine:
         policy: SavePolicy | None = None,
         tier: str = RAM_TIER,
         backend: Literal["llama"] | Backend = "llama",
+        chat_template: str | None = None,
+        thinking_markers: Sequence[str] | None = None,
         progress: Callable[[float], None] | None = None,
         **unknown: Never,
     ) -> Model:
         """Load a GGUF file and start serving it.
 
         `tier` names where its KV is kept, `policy` says what of it.
+
+        `chat_template` (Jinja) takes the place of the file's own. `thinking_markers` are the texts that begin
+        and end thinking, for streams of raw prompts with `thinking=True`.
 
         `progress` gets fractions from 0 to 1 in the trio thread. `backend` may be an object of one's own
         that implements `erllama.backend.Backend`; it needs no path.
@@ -117,6 +138,8 @@ class Engine:
                 f"load_model: progress={progress!r}: expected a function of one number",
                 detail={"key": "progress", "value": progress},
             )
+        markers = _checked("thinking_markers", optional(two_strings), thinking_markers)
+        template = _checked("chat_template", optional(string), chat_template)
         asked = context or ContextOptions()
         context_options = asked.resolved()
         self._check_tier(tier)
@@ -135,12 +158,19 @@ class Engine:
                 handle.stop()
                 await handle.serve()
                 raise HandleClosed(f"the engine was closed while {model_id!r} was being loaded")
-            loaded = Model(handle, file, self.config.stream_buffer_events)
+            loaded = self._model(handle, file, template, markers)
             self._models[model_id] = loaded
             self._nursery.start_soon(self._serve, handle)
         finally:
             self._loading.discard(model_id)
         return loaded
+
+    def _model(
+        self, handle: Handle, file: str | None, template: str | None, markers: tuple[str, str] | None
+    ) -> Model:
+        key, n_events = self.config.thinking_signing_key, self.config.stream_buffer_events
+        chat = ModelChat(handle, self._templates, template=template, signing_key=key, buffer_events=n_events)
+        return Model(handle, file, n_events, chat, None if markers is None else RawThinking(markers, key))
 
     def _check_tier(self, tier: str) -> None:
         known = [t.name for t in self.cache.list_tiers()]
@@ -176,6 +206,7 @@ class Engine:
         except Exception:
             log.exception("model %s failed and was unloaded; load it again to go on", handle.model_id)
         finally:
+            self._templates.purge(handle)
             del self._models[handle.model_id]
 
     def close_nowait(self) -> None:
@@ -262,6 +293,15 @@ async def _open_engine(config: EngineConfig | None, overrides: EngineOverrides) 
         raise error
 
 
+def _checked(name: str, check: Check, value: object) -> Any:
+    try:
+        return check(value)
+    except Rejected as why:
+        raise InvalidOption(
+            f"load_model: {name}={value!r}: expected {why}", detail={"key": name, "value": value}
+        ) from None
+
+
 def _unknown_argument(name: str) -> UnknownOption:
     """What `load_model` does not take; most often an option that belongs in one of its option objects."""
     for argument, kind in (("context", ContextOptions), ("model", ModelOptions)):
@@ -269,7 +309,10 @@ def _unknown_argument(name: str) -> UnknownOption:
         if name in names:
             write = f"{argument}={kind.__name__}({name}=…)"
             return unknown_option(name, names, where="load_model", instead=f"write {write}")
-    known = ("path", "model_id", "model", "context", "policy", "tier", "backend", "progress")
+    known = (
+        *("path", "model_id", "model", "context", "policy", "tier", "backend", "progress"),
+        *("chat_template", "thinking_markers"),
+    )
     return unknown_option(name, known, where="load_model")
 
 

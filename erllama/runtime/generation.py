@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
@@ -20,12 +20,39 @@ class Continuation(TypedDict, total=False):
     seed: int | None
     grammar: str | None
     grammar_first: bool
+    json_schema: Mapping[str, Any] | None
+    thinking: bool
+    thinking_budget_tokens: int | None
     stop: str | Sequence[str]
     logit_bias: Mapping[int, float] | None
     logprobs: int | None
     on_full: Literal["block", "error"]
     cache: Literal["on", "read", "off"]
     prefix_checkpoint_len: int | None
+
+
+class ChatGeneration(TypedDict, total=False):
+    """The same for an answer of `chat`, whose thinking is its template's matter."""
+
+    max_tokens: int
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    seed: int | None
+    grammar: str | None
+    grammar_first: bool
+    json_schema: Mapping[str, Any] | None
+    thinking_budget_tokens: int | None
+    stop: str | Sequence[str]
+    logit_bias: Mapping[int, float] | None
+    logprobs: int | None
+    on_full: Literal["block", "error"]
+    cache: Literal["on", "read", "off"]
+    prefix_checkpoint_len: int | None
+    session_id: Hashable
+    parent_key: bytes | None
 
 
 class Generation(Continuation, total=False):

@@ -105,6 +105,8 @@ int32_t shim_sampling_count(void);
 /* JSON text in and out. What is returned is `n` bytes, freed with shim_text_free. Nesting deeper than 256 throws. */
 void shim_text_free(char *text);
 int32_t shim_text_count(void);
+/* Control and user-defined tokens as [[id, text, is_control], ...]. */
+char *shim_vocab_special(const struct llama_vocab *vocab, size_t *n);
 char *shim_schema_to_grammar(const char *schema, size_t n_schema, size_t *n);
 
 /* `text` overrides the model's template; one of them may be null. bos and eos are used without a model only. */
