@@ -87,12 +87,17 @@ def continued(piece: str, tokenize: Tokenize) -> list[int]:
 
 
 def choose_mark(text: str) -> str:
-    """A private-use character that is not in `text`. Raises: `InvalidContent`."""
+    """A private-use character that is not in `text`, nor as an escape. Raises: `InvalidContent`."""
     used = set(text)
     for code in PRIVATE_USE:
-        if chr(code) not in used:
+        if chr(code) not in used and f"\\u{code:04x}" not in text.lower():
             return chr(code)
     raise InvalidContent("the messages use every private-use character; leave one of U+E000 to U+F8FF out")
+
+
+def unescaped(prompt: str, mark: str) -> str:
+    """A prompt whose template writes tools or arguments as JSON in ASCII, with its marks as they were."""
+    return re.sub(rf"\\u{ord(mark):04x}", mark, prompt, flags=re.IGNORECASE)
 
 
 def changed_texts(value: Any, change: Callable[[str], str]) -> Any:

@@ -15,7 +15,7 @@ from erllama.errors import InvalidContent, InvalidGrammar, InvalidOption, NotSup
 from erllama.llama.chat import WORD
 
 from .grammar import schema_text, sealed
-from .markup import changed_messages, changed_texts, choose_mark
+from .markup import changed_messages, changed_texts, choose_mark, unescaped
 from .messages import check_messages, is_prefilled
 from .options import ChatOptions, schema_of
 from .schema import canonical_schema
@@ -142,7 +142,7 @@ class Renderer:
     # --- tokens ---
 
     def _tokens(self, prompt: str, inputs: dict[str, Any]) -> list[int]:
-        mark = choose_mark(schema_text([inputs, prompt]))
+        mark = choose_mark(schema_text([inputs, prompt]) + prompt)
         return self._template.markup.tokens(
             self._marked(prompt, inputs, mark), mark, self._vocabulary.tokenize
         )
@@ -154,7 +154,7 @@ class Renderer:
         if split == inputs:
             return prompt
         apply = self._template.native.apply
-        marked = apply(split).prompt
+        marked = unescaped(apply(split).prompt, mark)
         without = apply(_changed(inputs, markup.without, spared)).prompt
         n_whole = sum(len(markup.places(piece)) for piece in marked.split(mark))
         if marked.replace(mark, "") != prompt or n_whole != len(markup.places(without)):
