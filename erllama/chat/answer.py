@@ -29,6 +29,7 @@ log = logging.getLogger("erllama.chat")
 
 ID_LENGTH = 9  # Mistral's templates take no other
 ID_LETTERS = string.ascii_letters + string.digits
+NOTHING: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
 PARSES = 256  # an answer is parsed again when it has grown by this part of its length
 
 
@@ -99,17 +100,14 @@ class Answer:
 
     def finish(self, *, complete: bool) -> tuple[list[Delta], ChatMessage]:
         """The last deltas, and the message. `complete`: the model ended its answer itself."""
-        parsed = self._parse(partial=False) if complete else None
-        if parsed is None:
-            parsed = self._parse(partial=True)
-        if parsed is None:
-            log.info("an answer is not in the form of its template; it is taken as content")
-            parsed = self._as_content()
+        whole = self._parse(partial=False) if complete else None
+        parsed = whole or self._parse(partial=True) or dict(NOTHING)
         calls = [
-            call for call in map(self._call, range(len(parsed["tool_calls"])), parsed["tool_calls"]) if call
+            call for i, each in enumerate(parsed["tool_calls"]) if (call := self._call(i, each)) is not None
         ]
-        if not calls and parsed["tool_calls"] and complete:
-            parsed = self._as_content()
+        if complete and not calls and (whole is None or parsed["tool_calls"]):
+            log.info("an answer is not in the form of its template; it is taken as content")
+            parsed = self._as_content(parsed["reasoning_content"])
         message = ChatMessage(
             role="assistant",
             content=parsed["content"].removeprefix(self._begun_content),
@@ -118,12 +116,12 @@ class Answer:
         )
         return self._deltas(parsed, final=True), message
 
-    def _as_content(self) -> dict[str, Any]:
-        return {
-            "content": self._begun_content + self._text,
-            "reasoning_content": self._begun_reasoning,
-            "tool_calls": [],
-        }
+    def _as_content(self, reasoning: str) -> dict[str, Any]:
+        """The text as it is, but for thinking that was told apart."""
+        text = self._text
+        for end in self._params.applied.thinking_ends if reasoning else ():
+            text = text.partition(end)[2] or text
+        return {**NOTHING, "content": self._begun_content + text, "reasoning_content": reasoning}
 
     def _parse(self, *, partial: bool) -> dict[str, Any] | None:
         self._parsed_at = len(self._text)
@@ -195,7 +193,7 @@ def read_answer(params: ChatParams, text: str, *, partial: bool) -> ChatMessage:
         except InvalidContent:
             if not partial:
                 raise
-            parsed = {"content": "", "reasoning_content": "", "tool_calls": []}
+            parsed = dict(NOTHING)
     return ChatMessage(
         role="assistant",
         content=parsed["content"],
