@@ -13,6 +13,7 @@ from erllama.errors import (
     InvalidContent,
     InvalidGrammar,
     InvalidOption,
+    NativeError,
     NoLogits,
     NotSupported,
 )
@@ -228,10 +229,13 @@ def _grammar(lib: Library, vocab: Vocab, text: str, guide: Guide) -> Any:
     with logs.captured(lib) as log:
         if guide.lazy:
             patterns = [lib.ffi.new("char[]", pattern.encode()) for pattern in guide.trigger_patterns]
-            grammar = lib.sampler_init_grammar_lazy_patterns(
-                vocab._ptr, data, b"root", patterns, len(patterns),
-                list(guide.trigger_tokens), len(guide.trigger_tokens),
-            )  # fmt: skip
+            try:
+                grammar = lib.sampler_init_grammar_lazy_patterns(
+                    vocab._ptr, data, b"root", patterns, len(patterns),
+                    list(guide.trigger_tokens), len(guide.trigger_tokens),
+                )  # fmt: skip
+            except NativeError as error:  # std::regex
+                raise InvalidGrammar(f"a trigger of the grammar: {error}") from None
         else:
             grammar = lib.sampler_init_grammar(vocab._ptr, data, b"root")
     if grammar == lib.ffi.NULL:

@@ -146,6 +146,18 @@ common_json applied_json(const common_chat_params &params, const common_chat_tem
     };
 }
 
+// An answer that is not in its template's form is the caller's to report, and its text is nobody's to log.
+struct quiet_log {
+    quiet_log() {
+        log_quietly(true);
+    }
+    ~quiet_log() {
+        log_quietly(false);
+    }
+    quiet_log(const quiet_log &) = delete;
+    quiet_log &operator=(const quiet_log &) = delete;
+};
+
 }  // namespace
 
 struct el_chat {
@@ -244,6 +256,7 @@ void shim_chat_parser_free(struct el_chat_parser *parser) {
 char *shim_chat_parse(const struct el_chat_parser *parser, const char *text, size_t n_text, bool is_partial, size_t *n) {
     const std::string input(text, n_text);
     check_nesting(input, "the answer");
+    const quiet_log quiet;
     const auto message = common_chat_parse(input, is_partial, parser->params);
     common_json calls = common_json::array();
     for (const auto &call : message.tool_calls) {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -131,7 +130,8 @@ def written(native: llama.ChatTemplates, message: dict[str, Any]) -> tuple[llama
         answer = told[len(asked.prompt) :]
     else:  # the prompt opens a thinking block that histories leave out
         words = [word for _, word in asked.triggers]
-        begin = len(os.path.commonprefix([told, asked.prompt]))
+        pairs = zip(told, asked.prompt, strict=False)
+        begin = next(i for i, (one, other) in enumerate(pairs) if one != other)
         at = min(
             (told.index(word, begin - 32) for word in words if word in told[begin - 32 :]), default=begin
         )

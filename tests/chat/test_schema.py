@@ -7,10 +7,10 @@ import re
 
 import jsonschema
 import pytest
-from chat.schemas import ENFORCED, PERSON, REFUSED
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chat.schemas import ENFORCED, PERSON, REFUSED
 from erllama import llama
 from erllama.chat.grammar import SchemaGrammars
 from erllama.chat.pattern import PatternError, canonical_pattern
@@ -95,7 +95,7 @@ def test_a_loose_schema_converts(name):
 
 @pytest.mark.model
 def test_repetitions_that_multiply_are_refused():
-    """llama.cpp counts what repeats inside of what repeats; the error names the rule, that is the property."""
+    """llama.cpp counts what repeats inside of what repeats; the error names the rule, so the property."""
     inner = {"type": "array", "maxItems": 2000, "items": {"type": "string", "maxLength": 2000}}
     with pytest.raises(InvalidGrammar, match="rows"):
         SchemaGrammars().of({"type": "object", "properties": {"rows": inner}, "required": ["rows"]})
@@ -116,7 +116,7 @@ def test_depth_is_bounded():
     for _ in range(2000):
         schema = {"type": "array", "items": schema}
     for convert in (canonical_schema, SchemaGrammars().of):
-        with pytest.raises(InvalidGrammar, match="nested|recursion"):
+        with pytest.raises(InvalidGrammar, match=r"nested|recursion"):
             convert(schema)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from chat.scenes import (
     NAMES,
     ONE_CALL,
@@ -16,7 +17,6 @@ from chat.scenes import (
     templates,
     written,
 )
-
 from erllama import llama
 from erllama.chat.answer import Answer, CallDelta, ContentDelta, ReasoningDelta, read_answer
 from erllama.chat.options import ChatOptions
