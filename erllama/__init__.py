@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from .types import Completion as Completion
     from .types import Done as Done
     from .types import Event as Event
+    from .types import Exactness as Exactness
     from .types import Miss as Miss
     from .types import Prefilled as Prefilled
     from .types import Request as Request
@@ -137,6 +138,7 @@ _MODULES = {
         "Completion",
         "Done",
         "Event",
+        "Exactness",
         "Miss",
         "Prefilled",
         "Request",

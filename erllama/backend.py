@@ -39,6 +39,12 @@ class Layout:
     state: bool = False
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the parts that blocks have."""
+        has = {"base": self.base, "window": bool(self.window), "state": self.state}
+        return tuple(name for name, there in has.items() if there)
+
+    @property
     def cuttable(self) -> bool:
         """Whether a sequence can be cut at any token."""
         return self.base and not self.window and not self.state
@@ -72,6 +78,7 @@ class BackendFacts:
     streams_separate: bool = False
     layout: Layout | None = None  # of what a sequence holds, where it can be kept; None: it cannot
     shape_hash: bytes | None = None  # whose KV this is; None: it is not kept
+    compute_hash: bytes = b""  # what else decides its bits: processor variant, devices, threads
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
 
@@ -150,6 +157,7 @@ class Step:
 
     rows: tuple[Row, ...]
     budget_s: float | None = None
+    exact: bool = False  # compute with the threads the context was opened with, whatever else is going on
 
     @property
     def n_tokens(self) -> int:
@@ -249,6 +257,15 @@ class OptionalBackend(Backend, Protocol):
 
     def is_at(self, slot: int, n: int) -> bool:
         """Whether the slot holds exactly [0, n), with all that the next token needs."""
+
+    def clear(self) -> None:
+        """Forget every sequence: memory is as it was when the context was opened."""
+
+    def probe_cold(self) -> str | None:
+        """Whether a warm run gives the bits of a cold one; None, or the reason why not. Memory is empty.
+
+        Tried once and remembered. Without this method `exact="cold"` is not offered.
+        """
 
     def rebuild(self) -> None:
         """Make a fresh, empty context; the weights stay loaded."""

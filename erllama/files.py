@@ -57,3 +57,18 @@ def fsync_dir(path: str | os.PathLike[str]) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def try_write(path: Path, text: str) -> bool:
+    """Write a small file, which readers see whole or not at all, and make its folder. Blocks.
+
+    Returns: False if it cannot be written: for what can be had again.
+    """
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError:
+        return False
+    return True

@@ -226,6 +226,7 @@ class GenerationOptions:
     session_id: Hashable = option(default=None, check=hashable)
     parent_key: bytes | None = option(default=None, check=optional(binary))
     prefix_checkpoint_len: int | None = option(default=None, check=optional(integer(1)))
+    exact: Literal["session", "cold"] | None = option(default=None, check=optional(choice("session", "cold")))
 
     def check_together(self) -> None:
         """Refuse two constraints at once."""

@@ -14,6 +14,7 @@ MissReason = Literal[
     "restore_failed",  # more is stored than could be brought back
     "evicted",  # it was stored, and had to make room
     "differs_at",  # what is kept goes on differently
+    "part_missing",  # more is kept, but this memory can be gone on from only where a window or state is
     "ends_at",  # nothing that is kept goes on like the prompt
     "below_gate",  # nothing is kept, and the prompt is too short to be
     "nothing_stored",  # nothing that begins like the prompt is kept
@@ -51,6 +52,21 @@ class PartKind(enum.IntEnum):
     def suffix(self) -> str:
         """The file-name suffix of this kind."""
         return f".{self.name.lower()}.kvc"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exactness:
+    """What a model promises about the bits of its answers.
+
+    Every answer from the cache equals that of the same engine had it never dropped the sequence. `cold`:
+    whether `exact="cold"` holds besides, the bits of a fresh context (None: not tried yet); `reason` says why
+    not. `default`: what requests get that do not say. `deterministic`: all of them, at any concurrency.
+    """
+
+    cold: bool | None
+    reason: str | None
+    default: Literal["session", "cold"]
+    deterministic: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

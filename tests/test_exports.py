@@ -14,7 +14,8 @@ PUBLIC = {
     # options
     "ContextOptions", "DiskTier", "EngineConfig", "ModelOptions", "RamFileTier", "RamTier", "SavePolicy",
     # results and events
-    "CacheDelta", "CacheHit", "Completion", "Done", "Event", "Miss", "Prefilled", "Request", "Stats", "Token",
+    "CacheDelta", "CacheHit", "Completion", "Done", "Event", "Exactness", "Miss",
+    "Prefilled", "Request", "Stats", "Token",
     "TokenId", "TokenLogprob",
     # chat
     "ChatMessage", "ChatOptions", "ChatParams", "ChatStatistics", "Thinking", "ThinkingEnd", "ToolCall",

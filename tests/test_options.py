@@ -95,6 +95,7 @@ FIELDS = [
     (GenerationOptions, "session_id", [None, "s", 7, ("a", 1)], [[], {}]),
     (GenerationOptions, "parent_key", [None, b"", bytes(32)], ["key", 7, [0]]),
     (GenerationOptions, "prefix_checkpoint_len", [None, 1, 600], [0, -1, True, 1.5]),
+    (GenerationOptions, "exact", [None, "session", "cold"], ["", "warm", True, 1]),
     (EngineConfig, "stream_buffer_events", [4, 256], [3, 0, None, INF]),
     (EngineConfig, "tiers", [(), []], ["disk", b"disk", 1, None]),
     (EngineConfig, "ram_max_bytes", [0, 1 << 40], [-1, None, 1.5]),
@@ -238,6 +239,7 @@ DEFAULTS = {
         "session_id": None,
         "parent_key": None,
         "prefix_checkpoint_len": None,
+        "exact": None,
     },
     EngineConfig: {
         "stream_buffer_events": 256,

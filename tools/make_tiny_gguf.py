@@ -213,6 +213,13 @@ def hybrid() -> Tiny:
     return tiny
 
 
+def hybrid_window() -> Tiny:
+    """LFM2 whose attention sees the last 64 tokens only: a state, a window, and nothing else."""
+    tiny = hybrid()
+    tiny.meta["attention.sliding_window"] = WINDOW
+    return tiny
+
+
 def embedding() -> Tiny:
     """A bidirectional encoder with mean pooling: gives vectors, generates nothing."""
     tiny = _new(
@@ -275,7 +282,19 @@ def vocab() -> Tiny:
 
 KINDS: dict[str, Callable[[], Tiny]] = {
     make.__name__: make
-    for make in (dense, spm, window, recurrent, hybrid, embedding, encdec, diffusion, unknown_arch, vocab)
+    for make in (
+        dense,
+        spm,
+        window,
+        recurrent,
+        hybrid,
+        hybrid_window,
+        embedding,
+        encdec,
+        diffusion,
+        unknown_arch,
+        vocab,
+    )
 }
 ALL_KINDS = (*KINDS, "lora", "split")
 

@@ -71,6 +71,8 @@ MEANINGS: dict[type, dict[str, str]] = {
         "prefix_checkpoint_len": "where the prompt's head (system and tools) ends: what is stored up to "
         "there is pinned",
         "on_full": "when every sequence is busy: wait in line, or raise `SeqCapacity`",
+        "exact": '`"session"`: as if nothing had ever been dropped; `"cold"`: bit for bit the answer of a '
+        "fresh context, computed alone; None: what `load_model` was told",
     },
     options.EngineConfig: {
         "stream_buffer_events": "events that wait for a slow reader before its request pauses",

@@ -1,8 +1,9 @@
-"""`erllama demo`: a real answer, eight prompts that show batching, a long one that shows the cache."""
+"""`erllama demo`: an answer, eight prompts that show batching, a long one in six situations for the cache."""
 
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,12 +13,14 @@ import trio
 
 import erllama
 
+from . import chart
 from .progress import bar, default_path, show_warnings
-from .warm_demo import run_warm, warm_table
+from .warm_demo import HEADS, N_CTX, TIER, Row, cells, first_life, second_life
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from erllama.types import Completion
 
@@ -35,6 +38,7 @@ TOPICS = (
 N_SEQUENCES = len(TOPICS)
 N_ANSWER = 160  # tokens of the first answer at most
 N_TOKENS = 48  # per prompt in the comparison
+AFTER_AGAIN = 2  # where the restart stands in the table
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +62,27 @@ def run(arguments: argparse.Namespace) -> None:
 
 async def _demo() -> None:
     path = await default_path()
-    context = erllama.ContextOptions(n_ctx=1024, n_seq_max=N_SEQUENCES)
+    with tempfile.TemporaryDirectory(prefix="erllama-demo-") as folder:
+        rounds, rows, first = await _first_life(path, folder)
+        rows.insert(AFTER_AGAIN, await second_life(path, folder, first))
+    print()
+    chart.print_table(*_rounds_table(rounds))
+    print()
+    chart.print_table(HEADS, cells(rows))
+    print()
+    chart.print_bars("time to the first token", [(row.name, row.first_token_s) for row in rows])
+
+
+async def _first_life(path: Path, folder: str) -> tuple[list[Round], list[Row], Completion]:
+    context = erllama.ContextOptions(n_ctx=N_CTX, n_seq_max=N_SEQUENCES)
     started = time.perf_counter()
-    async with erllama.open_engine() as engine:
+    async with erllama.open_engine(tiers=[erllama.DiskTier(TIER, folder)]) as engine:
         with bar(f"Loading {path.name}") as draw:
-            model = await engine.load_model(path, context=context, progress=draw)
+            model = await engine.load_model(path, context=context, tier=TIER, progress=draw)
         print(f"{model.model_id} loaded in {time.perf_counter() - started:.1f} s\n")
         await _answer(model)
         rounds = [await _one_by_one(model), await _together(model)]
-    _print_rounds(rounds)
-    print(flush=True)
-    _print_table(*warm_table(await run_warm(path)))
+        return rounds, *await first_life(engine, model)
 
 
 def _chat(text: str) -> str:
@@ -145,10 +159,10 @@ async def _short_answer(model: Any, topic: str, count: Counter) -> None:
                 count.add()
 
 
-def _print_rounds(rounds: list[Round]) -> None:
-    """What both rounds took."""
+def _rounds_table(rounds: list[Round]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Heads and cells: what both rounds took."""
     heads = (f"{N_SEQUENCES} prompts", "tokens", "seconds", "tokens/s", "speed-up")
-    rows = [
+    return heads, [
         (
             r.name,
             str(r.n_tokens),
@@ -158,21 +172,3 @@ def _print_rounds(rounds: list[Round]) -> None:
         )
         for r in rounds
     ]
-    _print_table(heads, rows)
-
-
-def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Drawn on a terminal, plain lines elsewhere."""
-    if not sys.stdout.isatty():
-        for row in (heads, *rows):
-            print(f"{row[0]:<14}" + "".join(f"{cell:>12}" for cell in row[1:]))
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(heads[0])
-    for head in heads[1:]:
-        table.add_column(head, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)

@@ -14,6 +14,7 @@ import erllama
 from erllama.errors import ContextOverflow, InvalidContent, InvalidGrammar, InvalidOption
 from erllama.options import ContextOptions, GenerationOptions
 
+from .kept import POLICY, SAVE_S, TIER, kept_tiers
 from .progress import bar, default_path, show_warnings
 
 if TYPE_CHECKING:
@@ -29,6 +30,10 @@ def run(arguments: argparse.Namespace) -> None:
     """Check everything that can be checked before the model is fetched or loaded, then generate."""
     context = _checked(ContextOptions, arguments, {"n_ctx": arguments.n_ctx, "n_threads": arguments.threads})
     generation = _generation(arguments)
+    if arguments.no_cache and (arguments.kv_dir is not None or arguments.kv_max is not None):
+        _misuse(arguments, "argument --no-cache: not together with --kv-dir or --kv-max")
+    if arguments.kv_dir == "":
+        _misuse(arguments, "argument --kv-dir: expected a folder")
     if arguments.model == "":
         _misuse(arguments, "argument -m/--model: expected the path of a GGUF file")
     prompt = arguments.prompt if arguments.prompt is not None else _read_stdin(arguments)
@@ -40,13 +45,17 @@ async def _generate(
     arguments: argparse.Namespace, context: ContextOptions, generation: dict[str, Any], prompt: str
 ) -> None:
     path = await default_path() if arguments.model is None else Path(arguments.model)
-    async with erllama.open_engine() as engine:
+    tiers = [] if arguments.no_cache else kept_tiers(arguments.kv_dir, arguments.kv_max)
+    async with erllama.open_engine(tiers=tiers, evict_save_timeout_s=SAVE_S) as engine:
+        tier = TIER if tiers else "ram"
         with bar(f"Loading {path.name}") as draw:
-            model = await engine.load_model(path, context=context, progress=draw)
+            model = await engine.load_model(path, context=context, policy=POLICY, tier=tier, progress=draw)
         with _in_words_of_the_command(arguments):
             completion = await _print_stream(model, prompt, generation)
     if arguments.stats:
         print(_stats_line(completion), file=sys.stderr)
+    elif tiers and sys.stderr.isatty():
+        print(f"{_reused(completion)} came from the cache", file=sys.stderr)
 
 
 async def _print_stream(model: Any, prompt: str, generation: dict[str, Any]) -> Completion:
@@ -81,6 +90,8 @@ def _generation(arguments: argparse.Namespace) -> dict[str, Any]:
     given = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
     if arguments.grammar is not None:
         given["grammar"] = _read_grammar(arguments.grammar)
+    if arguments.no_cache:
+        given["cache"] = "off"
     _checked(GenerationOptions, arguments, given)
     return given
 
@@ -126,7 +137,12 @@ def _stats_line(completion: Completion) -> str:
     n_decoded = max(stats.n_generated - 1, 0)  # the first token comes out of the prefill
     decode = f"{n_decoded / stats.decode_s:.1f} tokens/s" if stats.decode_s else "no time"
     return (
-        f"prompt {stats.n_prompt} tokens ({prefill}), answer {stats.n_generated} tokens ({decode}), "
+        f"prompt {stats.n_prompt} tokens ({stats.n_cached} from the cache, {prefill}), "
+        f"answer {stats.n_generated} tokens ({decode}), "
         f"first token after {stats.first_token_s:.2f} s, ended by {completion.finish_reason}, "
         f"seed {completion.seed}"
     )
+
+
+def _reused(completion: Completion) -> str:
+    return f"{completion.stats.n_cached} of {completion.stats.n_prompt} prompt tokens"

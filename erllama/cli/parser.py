@@ -7,6 +7,8 @@ import difflib
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from erllama.sizes import parse_bytes
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -28,11 +30,26 @@ examples:
       the prompt comes from standard input (one trailing newline is dropped)
   erllama generate -p "Rate it: " --grammar rating.gbnf
       only what the grammar allows
+
+What has been read is kept on disk (prompts and answers, in clear text, for you alone), so that a prompt
+that begins like an earlier one starts at once. --no-cache keeps nothing.
 """
 
 DEMO_EXAMPLES = """\
-The demo fetches and loads SmolLM2-135M-Instruct, streams an answer, and then answers eight prompts
-one by one and all together. It needs no network once the model is there.
+The demo fetches and loads SmolLM2-135M-Instruct, streams an answer, answers eight prompts one by one and
+all together, and then shows what the cache is worth: a prompt of 2,000 tokens cold, again, continued, edited
+in the middle, after a restart, and as the head of eight agents. It takes about a minute, keeps nothing, and
+needs no network once the model is there.
+"""
+
+
+BENCH_EXAMPLES = """\
+examples:
+  erllama bench --quick                     small sizes, a few minutes: does everything run?
+  erllama bench P1 P6 --vs llama-server     decode throughput and shared prompts, beside llama.cpp's server
+  erllama bench --vs llama-server --json bench.json --plots plots
+
+Leave the machine alone meanwhile. llama-server comes from: python build_libllama.py --with-server-tools
 """
 
 
@@ -74,13 +91,19 @@ def _build() -> tuple[Parser, dict[str, Parser]]:
     commands = {
         "generate": _add_generate(choices),
         "demo": choices.add_parser(
-            "demo", help="load a small model, answer, show the speed", description=DEMO_EXAMPLES
+            "demo", help="load a small model, answer, show batching and the cache", description=DEMO_EXAMPLES
         ),
+        "bench": _add_bench(choices),
         "version": choices.add_parser("version", help="versions of erllama, llama.cpp and the native build"),
     }
     for name, parser in commands.items():
         parser.set_defaults(command=name, parser=parser)
     return root, commands
+
+
+def size(text: str) -> int:
+    """A number of bytes; named as argparse is to call it in its complaint."""
+    return parse_bytes(text)
 
 
 class ShowVersion(argparse.Action):
@@ -128,6 +151,17 @@ def _add_generate(choices: Any) -> Parser:
     add("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
     add("--grammar", metavar="FILE", help="a GBNF file; only matching text is generated")
 
+    kept = parser.add_argument_group("cache", "What is kept between runs, see docs/guides/caching.md.")
+    add = kept.add_argument
+    add("--no-cache", action="store_true", help="compute the whole prompt and keep nothing")
+    add("--kv-dir", metavar="DIR", help="the folder (default: kv in erllama's cache folder)")
+    add(
+        "--kv-max",
+        type=size,
+        metavar="SIZE",
+        help="its budget, as 500M or 20G (default: 4G, but at most a quarter of the free disk)",
+    )
+
     machine = parser.add_argument_group("machine")
     add = machine.add_argument
     add(
@@ -141,5 +175,38 @@ def _add_generate(choices: Any) -> Parser:
         type=int,
         metavar="N",
         help="CPU threads (default: physical cores, fewer while others are busy)",
+    )
+    return parser
+
+
+def _add_bench(choices: Any) -> Parser:
+    parser: Parser = choices.add_parser(
+        "bench",
+        help="measure throughput, latency and cache, beside llama-server if wanted",
+        description=(
+            "Run workloads (all of them if none is named) and print what was measured, what it is\n"
+            "compared with, and whether the bar was met. Runs of both sides take turns; figures are medians\n"
+            "± half the distance between the quartiles."
+        ),
+        epilog=BENCH_EXAMPLES,
+    )
+    add = parser.add_argument
+    add("workloads", nargs="*", metavar="WORKLOAD", help="P1, P1b, P2 … P12, P14 … P18")
+    add("--vs", choices=("llama-server",), help="ask llama.cpp's server the same, in the same run")
+    add("--quick", action="store_true", help="small sizes, one run, no bar judged")
+    add(
+        "-m",
+        "--model",
+        metavar="PATH",
+        help="a GGUF file for every workload (default: small ones, fetched once)",
+    )
+    add("--runs", type=int, metavar="N", help="counted runs of each side (default: 5; long ones: 2 or 3)")
+    add("--threads", type=int, metavar="N", help="CPU threads of both sides (default: physical cores)")
+    add("--json", metavar="FILE", help="write figures, machine, versions and flags there")
+    add("--plots", metavar="DIR", help="write plots (SVG) there: first token, throughput")
+    add(
+        "--folder",
+        metavar="DIR",
+        help="where files of the disk tier go (default: the system's temporary folder)",
     )
     return parser

@@ -36,6 +36,7 @@ from erllama.errors import (
 )
 
 from .admission import Lanes
+from .cold import ColdPromise, cold_piece
 from .hits import HitBook
 from .model_thread import ModelThread
 from .pace import Pace
@@ -85,16 +86,17 @@ class Actor:
         self._thread = ModelThread(backend, runner, self._lanes.take_ops)
         self._recovery = Recovery(model_id, self._lanes, self._thread, cache)
         self.cache = cache  # whose KV this is, and where it is kept
+        self.cold = ColdPromise(backend, facts)
         self._saver = self._resumer = self._hint = None
         if cache is not None and facts.layout is not None:
-            self._saver = Saver(cache, self._lanes, self._thread, self.wake)
-            self._resumer = Resumer(cache, self._lanes, self._thread)
+            self._saver = Saver(cache, facts, self._lanes, self._thread, self.wake)
+            self._resumer = Resumer(cache, facts, self._lanes, self._thread)
             self._hint = ParentHint(cache, self._saver)
         self.hits = HitBook(
             cache,
             None if self._saver is None else self._saver.saved_names,
             getattr(backend, "piece", lambda _: b""),
-            can_keep=facts.layout is not None,
+            layout=facts.layout,
         )
         self._pace = Pace()
         self._in_flight: list[Sequence] = []
@@ -131,10 +133,13 @@ class Actor:
     def submit(self, seq: Sequence) -> None:
         """Queue a request.
 
-        Raises: `StickyBusy`, `SeqCapacity` (on_full="error"), or the reason why the actor ended.
+        Raises: `NotSupported` (exact="cold" where it does not hold), `StickyBusy`, `SeqCapacity`
+        (on_full="error"), or the reason why the actor ended.
         """
         if self._stopped is not None:
             raise copy.copy(self._stopped)
+        if seq.exact and (refusal := self.cold.refusal(self.model_id)) is not None:
+            raise refusal
         session_id = seq.options.session_id
         if session_id is not None and self._of_session(session_id):
             raise StickyBusy(f"session {session_id!r} already has a request in flight; wait for its end")
@@ -154,6 +159,8 @@ class Actor:
             seq.finish("cancelled", trio.current_time())
         self.wake()
         if not self._aborting and self._in_flight and all(s.cancelled for s in self._in_flight):
+            if self._lanes.has_state and all(s.phase is Phase.DECODE for s in self._in_flight):
+                return  # short, and an aborted step would take the state with it
             self._aborting = True
             self._thread.abort()
 
@@ -191,9 +198,10 @@ class Actor:
             raise StickyBusy(f"session {session_id!r} already has a request in flight; wait for its end")
         return history_of(self._lanes.pin(session_id), session_id, expected)
 
-    def n_live(self, tokens: list[int]) -> int:
-        """How many of `tokens`, from the first on, some sequence holds in memory."""
-        return self._lanes.n_live(tokens)
+    def n_kept(self, tokens: list[int]) -> int:
+        """How many of `tokens`, from the first on, a live sequence or the store could give to another."""
+        n_stored = 0 if self._resumer is None else self._resumer.n_stored(tokens)
+        return max(n_stored, self._lanes.n_live(tokens))
 
     def _of_session(self, session_id: Hashable) -> list[Sequence]:
         return [s for s in self.sequences() if s.options.session_id == session_id and not s.cancelled]
@@ -295,6 +303,8 @@ class Actor:
                 break
         self._following = self._lanes.share_running(now)
         self._make_room(now)
+        if self._saver is not None and self._saver.must_capture:
+            await self._saver.capture()
         shares = self._plan()
         if shares:
             await self._step(shares)
@@ -309,7 +319,7 @@ class Actor:
 
     def _start_restore(self, seq: Sequence) -> None:
         # What an older sequence has or is computing is taken from there; the store is read once for all.
-        if self._needs_store(seq):
+        if self._needs_store(seq) or (seq.exact and not self.cold.known):
             self._nursery.start_soon(self._restore, seq, seq.n_admitted)
         else:
             self._restored(seq)
@@ -317,26 +327,35 @@ class Actor:
     def _needs_store(self, seq: Sequence) -> bool:
         if self._resumer is None or self._hint is None or seq.options.cache == "off":
             return False
-        if seq.continues and seq.times.restored is None:
+        if seq.continues and seq.n_kv and seq.times.restored is None:
             return False  # it goes on from what its session holds, whatever else there is
         return self._hint.is_pending(seq) or self._resumer.has_more(seq)
 
     async def _restore(self, seq: Sequence, stay: int) -> None:
-        assert self._resumer is not None
-        assert self._hint is not None
-
         def waits() -> bool:
             return seq.phase is Phase.RESTORE and seq.n_admitted == stay
 
         try:
-            if self._hint.is_pending(seq):
+            if seq.exact and not self.cold.known and (error := await self._probe_cold()) is not None:
+                if waits():
+                    self._lanes.release(seq.fail(error))
+                return
+            if self._hint is not None and self._hint.is_pending(seq):
                 await self._hint.wait(seq)
-            if waits():
+            if waits() and self._resumer is not None and seq.options.cache != "off":
                 await self._resumer.restore(seq, stay)
         finally:
             if waits():
                 self._restored(seq)
-                self.wake()
+            self.wake()
+
+    async def _probe_cold(self) -> ErllamaError | None:
+        """Find out whether exact="cold" holds; why it cannot be offered, if it cannot. Nobody else runs."""
+        try:
+            self.cold.learned(await self._thread.probe_cold())
+        except ErllamaError as error:
+            return error
+        return self.cold.refusal(self.model_id)
 
     def _restored(self, seq: Sequence) -> None:
         self.hits.admitted(seq)
@@ -347,7 +366,12 @@ class Actor:
         resident = None
         if seq.has_slot:
             self.hits.ending(seq)
-        if seq.has_slot and seq.options.cache == "on" and not seq.leaves_nothing:
+        if (
+            seq.has_slot
+            and seq.options.cache == "on"
+            and not seq.leaves_nothing
+            and self._lanes.can_stay(seq)
+        ):
             self._save(seq)
             resident = Resident.of(seq, trio.current_time(), pinned=seq.pins)
         self._lanes.release(seq.finish(reason, trio.current_time()), resident)
@@ -410,13 +434,23 @@ class Actor:
     def _plan(self) -> list[Share]:
         chunk = self._options.prefill_chunk_size
         chunk = self.facts.n_batch if chunk is None or chunk == math.inf else int(chunk)
+        if self._lanes.runs_alone:
+            piece = cold_piece(self.facts.n_batch)
+            assert piece is not None
+            return plan_step(self._ready(), Limits.alone(self.facts.n_batch, piece))
         limits = Limits(
             n_batch=self.facts.n_batch,
             prefill_chunk=min(chunk, self._squeeze or chunk),
             n_cells=self._n_free_cells,
             prefill_budget=self._pace.prefill_budget(self._options.step_target_s),
+            boundary=self._boundary,
         )
         return plan_step(self._ready(), limits)
+
+    @property
+    def _boundary(self) -> int | None:
+        """Where prefill must stop because a state exists only there and is kept."""
+        return self.cache.policy.block_tokens if self.cache is not None and self._lanes.has_state else None
 
     async def _step(self, shares: list[Share]) -> None:
         self._in_flight = [self._lanes.running[share.slot] for share in shares]
@@ -426,6 +460,7 @@ class Actor:
         step = Step(
             tuple(_row(share, seq) for share, seq in zip(shares, self._in_flight, strict=True)),
             self._pace.budget_s(self._options.decode_budget_s, n_decode, n_prefill),
+            exact=self._lanes.runs_alone,
         )
         stepping = list(self._in_flight)
         try:

@@ -5,13 +5,16 @@ Slots are handed out lowest first, because llama.cpp batches separate streams on
 adjacent. Cells are counted by what sequences already hold or are known to need, plus a small reserve for
 decoding, never by `max_tokens`, and shared ones once.
 
-Where memory allows it (`ranges`), a sequence that is over stays in its cells as a *resident* until somebody
+Where memory can be kept (`Layout`), a sequence that is over stays in its cells as a *resident* until somebody
 needs the room, and whoever comes with the same beginning shares it: with residents and with sequences
-that still run. A session's next turn takes its pinned resident over, slot and all (see `sessions`). When room
+that still run, as far as memory can be cut: with a window or a state, what somebody holds can be had whole
+or not at all. A session's next turn takes its pinned resident over, slot and all (see `sessions`). When room
 runs out, residents go first, the longest unused one before others and pins last; then the youngest running
 sequence gives up its slot and waits again: it is saved and leaves a resident like everybody else, which goes
 when the save is done. A sequence whose reader lags for long is parked when somebody waits for its place,
 and queued again when it has been read.
+
+A request with `exact="cold"` waits until nobody runs and runs alone, in an empty memory.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .cells import Cells, n_distinct
-from .memory_ops import Cut, MemoryOp, Share
+from .memory_ops import Clear, Cut, MemoryOp, Share
 from .node_path import NodePath
 from .purpose import Purpose
 from .resident import Resident, n_common
@@ -50,8 +53,10 @@ class Lanes:
 
     def __init__(self, facts: BackendFacts, save: Callable[[Sequence], None] = lambda _: None) -> None:
         self._save = save  # plans to save what a sequence has computed, before it gives way
-        self._n_cells = None if facts.streams_separate else facts.n_cells
         self._layout = facts.layout
+        shared_cells = not facts.streams_separate and (facts.layout is None or facts.layout.base)
+        self._n_cells = facts.n_cells if shared_cells else None
+        self._n_batch = facts.n_batch
         self._empty = list(range(facts.n_slots))
         self.n_slots = facts.n_slots
         self.waiting: deque[Sequence] = deque()
@@ -68,6 +73,11 @@ class Lanes:
 
     def __repr__(self) -> str:
         return f"<Lanes {len(self.running)}/{self.n_slots} running, {len(self.waiting)} waiting>"
+
+    @property
+    def has_state(self) -> bool:
+        """Whether something exists only at a sequence's end."""
+        return self._layout is not None and self._layout.state
 
     def take_ops(self) -> list[MemoryOp]:
         """What is to be done to memory before anything else; the caller does it."""
@@ -104,6 +114,8 @@ class Lanes:
         """Whether `seq` could run now; residents are not in its way."""
         if not self.n_available or self._crowded:
             return False
+        if self.running and (seq.exact or self.runs_alone):
+            return False
         if self._n_cells is None or not self.running:
             return True
         held = n_distinct(s.cells for s in self.running.values())
@@ -111,10 +123,17 @@ class Lanes:
         lacking = held + growth + _need(seq) - self._n_cells
         return lacking <= 0 or lacking <= max(self._n_shared(seq, s) for s in self.running.values())
 
+    @property
+    def runs_alone(self) -> bool:
+        """Whether who runs must stay alone."""
+        return any(seq.exact for seq in self.running.values())
+
     def can_admit_behind(self, seq: Sequence) -> bool:
         """Whether `seq` could run now, together with everybody who waits before it."""
-        if len(self.waiting) >= self.n_available or self._crowded:
+        if len(self.waiting) >= self.n_available or self._crowded or self.runs_alone:
             return False
+        if seq.exact or any(other.exact for other in self.waiting):
+            return not self.running and not self.waiting
         if self._n_cells is None or not (self.running or self.waiting):
             return True
         known = (*self.running.values(), *self.waiting, seq)
@@ -128,11 +147,15 @@ class Lanes:
         if not self.waiting or not self.can_admit(self.waiting[0]):
             return None
         head = self.waiting[0]
+        if head.exact:
+            return head if self._admit_alone(head, now) else None
         if self._try_admit(head, now):
             return head
         if not self.n_pinned:
             return None
-        for seq in [s for s in self.waiting if s is not head and self._pin_for(s) is not None]:
+        for seq in [
+            s for s in self.waiting if s is not head and self._pin_for(s) is not None and not s.exact
+        ]:
             pin = self._continued_pin(seq, self._best_source(seq)[1])
             if pin is None:  # its session's slot is free for who comes first
                 return head if self._try_admit(head, now) else None
@@ -161,6 +184,19 @@ class Lanes:
         seq.admit(slot, now, shared, path)
         if source is not None:
             seq.unproven |= source.unproven
+        return True
+
+    def _admit_alone(self, seq: Sequence, now: float) -> bool:
+        """Nobody runs; once all residents are saved, memory is emptied for `seq`."""
+        if self.is_saving:
+            return False
+        for resident in list(self.residents.values()):
+            self._forget(resident)
+        self._ops = [Clear()]  # whatever else was to be done is done with that
+        slot = heapq.heappop(self._empty)
+        self.waiting.remove(seq)
+        self.running[slot] = seq
+        seq.admit(slot, now)
         return True
 
     # --- sessions ---
@@ -215,11 +251,12 @@ class Lanes:
 
     def n_live(self, tokens: list[int]) -> int:
         """How many of `tokens`, from the first on, some sequence holds."""
-        if self._layout is None:
+        layout = self._layout
+        if layout is None:
             return 0
         return max(
             (
-                n_common(tokens, np.asarray(h.ledger[: h.n_kv], np.int32))
+                layout.cut(h.n_kv, n_common(tokens, np.asarray(h.ledger[: h.n_kv], np.int32)))
                 for h in self._holders()
                 if h.shareable
             ),
@@ -264,10 +301,11 @@ class Lanes:
             leader, n = self._leader(seq)
             if leader is None:
                 continue
-            if (end := min(n, leader.n_kv)) > seq.n_kv:
+            end = self._n_given(leader, n)
+            if end > seq.n_kv and self._is_due(leader, n):
                 seq.evidence.saw(n, leader.ledger, leader.n_tokens)
                 self._share(leader, seq, end, now)
-            if n > seq.n_kv and seq.phase is Phase.PREFILL and _leads(leader, seq):
+            if n > seq.n_kv and seq.phase is Phase.PREFILL and self._leads(leader, seq, n):
                 waiting.add(seq)
         return waiting
 
@@ -286,6 +324,26 @@ class Lanes:
         self._ops.append(Share(source.slot, seq.slot, seq.n_kv, end))
         seq.share(source, end, now)
 
+    def _n_given(self, leader: Sequence, n: int) -> int:
+        """How much of its first `n` tokens `leader` can give away now."""
+        assert self._layout is not None
+        if leader.phase is Phase.RESTORE and not self._layout.cuttable:
+            return 0  # its memory is at no legal place
+        return self._layout.cut(leader.n_kv, n)
+
+    def _is_due(self, leader: Sequence, n: int) -> bool:
+        """Where sharing takes all or nothing, it is put off until the leader may go beyond `n`."""
+        assert self._layout is not None
+        return self._layout.cuttable or leader.phase is not Phase.PREFILL or leader.n_kv + self._n_batch > n
+
+    def _leads(self, leader: Sequence, seq: Sequence, n: int) -> bool:
+        """Whether `leader` is on its way to give `seq` more: nobody waits for one whose reader lags."""
+        if leader.phase is Phase.PREFILL:
+            passed = leader.n_kv > n and self._n_given(leader, n) <= seq.n_kv
+            return leader.buffer.has_room and leader.n_kv >= seq.n_kv and not passed
+        assert self._layout is not None
+        return leader.phase is Phase.RESTORE and self._layout.cuttable
+
     def n_led(self, seq: Sequence) -> int:
         """How much of `seq` an older running sequence has or will have."""
         return self._leader(seq)[1]
@@ -293,12 +351,12 @@ class Lanes:
     def _leader(self, seq: Sequence) -> tuple[Sequence | None, int]:
         """The older running sequence that shares more of `seq` than it has itself, and how much."""
         best: tuple[Sequence | None, int] = (None, seq.n_kv)
-        if seq.options.cache == "off":
+        if seq.options.cache == "off" or self._layout is None:
             return best
         for other in self.running.values():
             if other.arrival > seq.arrival or other is seq or (n := self._n_alike(seq, other)) <= best[1]:
                 continue
-            if other.n_kv > seq.n_kv or _leads(other, seq):
+            if self._n_given(other, n) > seq.n_kv or self._leads(other, seq, n):
                 best = other, n
         return best
 
@@ -314,8 +372,11 @@ class Lanes:
     def _n_shared(self, seq: Sequence, holder: Resident | Sequence) -> int:
         if self._layout is None or seq.options.cache == "off" or not holder.shareable:
             return 0
+        if holder.is_restoring and not self._layout.cuttable:
+            return 0  # its memory is at no legal place
         n = min(holder.n_kv, seq.n_tokens - 1)
-        return n_common(seq.ledger[:n], np.asarray(holder.ledger[:n], np.int32))
+        n = n_common(seq.ledger[:n], np.asarray(holder.ledger[:n], np.int32))
+        return self._layout.cut(holder.n_kv, n)
 
     def _take_slot(self, source: Resident | Sequence | None) -> int | None:
         """An empty slot, else the least worthy resident's; the source's own is given as it is."""
@@ -350,6 +411,15 @@ class Lanes:
             self._ops.append(Cut(slot, resident.n_kv))
         else:
             self._vacate(slot)
+
+    def respelled(self, seq: Sequence) -> None:
+        """The ids of its prompt are others now."""
+        self._alike = {pair: n for pair, n in self._alike.items() if seq.arrival not in pair}
+
+    def cut_back(self, seq: Sequence, n: int) -> None:
+        """A restore of `seq` that failed leaves it with [0, n)."""
+        self._ops.append(Cut(seq.slot, n))
+        seq.lost(n)
 
     def _forget(self, resident: Resident) -> None:
         del self.residents[resident.slot]
@@ -397,10 +467,14 @@ class Lanes:
     def _set_aside(self, seq: Sequence, now: float) -> None:
         """It gives its slot up; what it has computed is saved, and stays until its cells are needed."""
         resident = None
-        if seq.options.cache == "on":
+        if seq.options.cache == "on" and self.can_stay(seq):
             self._save(seq)
             resident = Resident.of(seq, now)
         self.release(seq.preempt(), resident)
+
+    def can_stay(self, seq: Sequence) -> bool:
+        """Whether what `seq` holds is at a legal place, so that others may go on from it."""
+        return self._layout is not None and (self._layout.cuttable or not seq.is_restoring)
 
     def requeue(self, seq: Sequence) -> None:
         """Wait again, before everybody who came later."""
@@ -432,7 +506,7 @@ class Lanes:
         left: list[tuple[float, int, Sequence]] = []
         for seq in self.running.values():
             lag = seq.buffer.lag(now)
-            if lag is not None:
+            if lag is not None and not seq.exact:  # computed again, its bits would be others
                 again_s = pace.predict_s(0, seq.n_tokens)
                 asleep = max(ASLEEP_S, 2 * again_s) - lag.asleep_s
                 slow = max(SLOW_S, 10 * again_s) - lag.lagging_s
@@ -461,13 +535,6 @@ class Lanes:
         for resident in list(self.residents.values()):
             self._forget(resident)
         self._ops.clear()
-
-
-def _leads(leader: Sequence, seq: Sequence) -> bool:
-    """Whether `leader` is on its way to have more than `seq`: nobody waits for one whose reader lags."""
-    if leader.phase is Phase.PREFILL:
-        return leader.buffer.has_room and leader.n_kv >= seq.n_kv
-    return leader.phase is Phase.RESTORE
 
 
 def _need(seq: Sequence) -> int:

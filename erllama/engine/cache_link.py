@@ -6,19 +6,33 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
+    from collections.abc import Sequence as Tokens
 
     from erllama.kvcache.key import Identity
     from erllama.kvcache.policy import SavePolicy
     from erllama.kvcache.store import KvStore
 
+    from .retokenise import Tokenize
+    from .sequence import Sequence
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLink:
-    """`pieces` gives the key bytes of tokens, so that people and tools can read what a node holds."""
+    """`pieces` gives the key bytes of tokens: people and tools can read what a node holds, and prompts given
+    as text are found whatever their tokens are, if there is `tokenize`, too.
+
+    `cold_identity`: whose KV requests with `exact="cold"` share.
+    """
 
     store: KvStore
     identity: Identity
+    cold_identity: Identity
     policy: SavePolicy
     tier: str
-    pieces: Callable[[Sequence[int]], list[bytes]]
+    pieces: Callable[[Tokens[int]], list[bytes]]
+    tokenize: Tokenize | None = None
+
+    def identity_of(self, seq: Sequence) -> Identity:
+        """Whose KV a request may find and leaves."""
+        return self.cold_identity if seq.exact else self.identity

@@ -12,6 +12,8 @@ import os
 import re
 from typing import TYPE_CHECKING
 
+from erllama.files import try_write
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
@@ -43,13 +45,7 @@ def file_sha256(path: str, memory: Path) -> str:
         return remembered.read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError):
         digest = _hash(path)
-    try:
-        memory.mkdir(parents=True, exist_ok=True)
-        partial = remembered.with_name(f"{key}.{os.getpid()}")
-        partial.write_text(digest, encoding="ascii")
-        partial.replace(remembered)
-    except OSError:
-        return digest  # a read-only cache folder costs a hash per load, nothing else
+    try_write(remembered, digest)  # a read-only cache folder costs a hash per load, nothing else
     return digest
 
 

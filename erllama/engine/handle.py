@@ -17,6 +17,7 @@ from erllama.errors import InvalidOption, NotSupported
 
 from .actor import Actor
 from .bare import bare_errors
+from .cold import ColdPromise
 from .home import current_home
 from .runner import InlineRunner, Runner, ThreadRunner
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from .cache_link import CacheLink
 
 Progress = Callable[[float], None]
+Exact = Literal["session", "cold"]
 PROGRESS_INTERVAL_S = 0.1
 
 
@@ -42,11 +44,14 @@ class Handle:
         runner: Runner,
         cache: CacheLink | None = None,
         flush_s: float = 30.0,
+        exact: Exact = "session",
     ) -> None:
         self.model_id = model_id
         self.facts = facts
         self.backend = backend
         self.home = current_home()
+        self.exact = exact  # what requests get that do not say
+        self.deterministic = False  # whether they may not say anything else
         self.loaded_at = time.monotonic()
         self.actor = Actor(model_id, backend, facts, options, runner, cache)
         self.closed = trio.Event()
@@ -68,10 +73,12 @@ class Handle:
         on_progress: Progress | None,
         link: Callable[[BackendFacts], CacheLink | None] = lambda _: None,
         flush_s: float = 30.0,
+        exact: Exact = "session",
     ) -> Handle:
         """Load the model. `on_progress` gets fractions from 0 to 1, in the trio thread.
 
-        What `open` or `on_progress` raises is raised, with nothing left behind.
+        Raises: `NotSupported` for exact="cold" where that does not hold, and what `open` or `on_progress`
+        raises, with nothing left behind.
         Cancellation: the load is told to stop, waited for, and leaves nothing behind.
         """
         runner = make_runner(backend, model_id)
@@ -92,6 +99,9 @@ class Handle:
                     f"a step could not give every sequence its row",
                     detail={"key": "n_batch", "value": facts.n_batch},
                 )
+            promise = ColdPromise(backend, facts)
+            if exact == "cold":
+                await _prove(promise, backend, runner, model_id)
             if on_progress is not None:
                 on_progress(1.0)
         except BaseException:
@@ -102,7 +112,9 @@ class Handle:
                 runner.close()
             await trio.lowlevel.checkpoint_if_cancelled()  # a load that was told to stop fails as told
             raise
-        return cls(model_id, backend, facts, options, runner, link(facts), flush_s)
+        handle = cls(model_id, backend, facts, options, runner, link(facts), flush_s, exact)
+        handle.actor.cold = promise
+        return handle
 
     async def serve(self) -> None:
         """Run the actor until `stop`, or until the surrounding nursery is cancelled."""
@@ -142,6 +154,16 @@ class Handle:
         """What the model is doing: a plain read."""
         s = self.actor.statistics()
         return "generating" if s.n_decoding else "prefilling" if s.n_prefilling else "idle"
+
+
+async def _prove(promise: ColdPromise, backend: Backend, runner: Runner, model_id: str) -> None:
+    """Have the promise tried. Raises: `NotSupported` if it does not hold."""
+    if not promise.known:
+        probe_cold: Callable[[], str | None] = backend.probe_cold  # type: ignore[attr-defined]  # it has one
+        cancel_open = getattr(backend, "cancel_open", None)
+        promise.learned(await runner.run(probe_cold, on_cancel=cancel_open))
+    if (refusal := promise.refusal(model_id)) is not None:
+        raise refusal
 
 
 def _without_repeats(on_progress: Progress | None) -> Progress | None:

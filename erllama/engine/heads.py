@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from erllama.kvcache.kinds import SaveReason
 
 if TYPE_CHECKING:
-    from erllama.kvcache.store import KvStore
-
+    from .cache_link import CacheLink
     from .sequence import Sequence
 
 
@@ -19,16 +18,16 @@ def reason_of(seq: Sequence, start: int, end: int, reason: SaveReason) -> SaveRe
     return SaveReason.AGENT_PREFIX if covers else reason
 
 
-def pin_head(store: KvStore, seq: Sequence) -> None:
+def pin_head(cache: CacheLink, seq: Sequence) -> None:
     """Pin the head's path if it is stored already; a pin that is there counts as used."""
     n_head = seq.options.prefix_checkpoint_len
     if n_head is None:
         return
     name = next((name for name, end in seq.path.nodes if end >= n_head), None)
-    if name is not None and store.has(name):
-        pin_prefix(store, name)
+    if name is not None and cache.store.has(name):
+        pin_prefix(cache, name)
 
 
-def pin_prefix(store: KvStore, name: bytes) -> None:
-    """Pin a stored node as a head."""
-    store.pin(name, key=("prefix", name))
+def pin_prefix(cache: CacheLink, name: bytes) -> None:
+    """Pin a stored node as a head, within the share that the model's policy allows to pins."""
+    cache.store.pin(name, key=("prefix", name), fraction=cache.policy.pin_fraction)

@@ -14,6 +14,8 @@ from .miss import explain
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from erllama.backend import Layout
+
     from .cache_link import CacheLink
     from .saved_names import SavedNames
     from .sequence import Sequence
@@ -30,12 +32,12 @@ class HitBook:
         saved: SavedNames | None,
         piece: Callable[[int], bytes],
         *,
-        can_keep: bool,
+        layout: Layout | None,
     ) -> None:
         self._cache = cache
         self._saved = saved
         self._piece = piece
-        self._can_keep = can_keep
+        self._layout = layout
         self._arrival = 0
         self.last: CacheHit | None = None
 
@@ -53,7 +55,7 @@ class HitBook:
         """It is about to end, its slot still its own."""
         self._note(seq)  # it may have got more from others since it was admitted
         min_tokens = self._cache.policy.min_tokens if self._cache is not None else math.inf
-        seq.miss = explain(seq, min_tokens=min_tokens, can_keep=self._can_keep, text=self._text)
+        seq.miss = explain(seq, min_tokens=min_tokens, layout=self._layout, text=self._text)
         log.debug(
             "%s: %s, %d of %d reused: %s", seq.request, seq.hit_kind, seq.n_cached, seq.n_prompt, seq.miss
         )

@@ -10,45 +10,33 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import psutil
 
 from erllama import llama
-from erllama.backend import BackendFacts, Layout, MemoryKind, Sampled, StepResult, StepStatus
+from erllama.backend import BackendFacts, MemoryKind, PartKind, Sampled, StepResult, StepStatus
 from erllama.errors import ErllamaError, HandleClosed, LoadCancelled, NotSupported
 from erllama.kvcache.key import control_piece
 from erllama.llama.variant import cache_dir
-from erllama.types import TokenLogprob
 
+from .cold import cold_piece
+from .cold_probe import ColdProbe
 from .fingerprint import file_sha256, model_files, shape_hash
 from .governor import ThreadGovernor
+from .llama_parts import FORMAT, PartMover, layout_of, why_no_layout
+from .llama_sampler import LlamaSampler
+from .memory_check import MemoryCheck
+from .native_params import N_SCRATCH, native_params, sampling_defaults, warn_of_what_will_disappoint
 from .permit import PROCESS_PERMIT
-from .sampling import DEFAULTS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-    from erllama.backend import SamplingParams, Step
+    from erllama.backend import Layout, SamplingParams, Step
     from erllama.options import ContextOptions, ModelOptions
 
 log = logging.getLogger("erllama.engine")
-
-N_SCRATCH = 1  # one sequence more than users see, where ranges can be copied: for saving and restoring
-
-
-class LlamaSampler:
-    """A native sampler chain, and how many alternatives to report beside each token."""
-
-    def __init__(self, chain: llama.SamplerChain, n_alternatives: int | None) -> None:
-        self.chain = chain
-        self.n_alternatives = n_alternatives
-
-    def close(self) -> None:
-        """Free the chain."""
-        self.chain.close()
 
 
 class LlamaBackend:
@@ -65,6 +53,9 @@ class LlamaBackend:
         self._model: llama.Model | None = None
         self._context: llama.Context | None = None
         self._batch: llama.Batch | None = None
+        self._parts: PartMover | None = None
+        self._layout: Layout | None = None
+        self._not_kept: str | None = None
         self._longest_piece: int | None = None
         self._permit = PROCESS_PERMIT.ticket()
         self._adapt_threads = adapt_threads
@@ -83,6 +74,8 @@ class LlamaBackend:
         """Make a running `open` give up."""
         self._progress.cancel()
         self._permit.give_up()
+        if (context := self._context) is not None:
+            context.abort.raise_flag()
 
     def open(self) -> BackendFacts:
         """Load the weights and make the context.
@@ -93,13 +86,15 @@ class LlamaBackend:
         if self._options.embeddings or self._options.pooling is not None:
             raise NotSupported("embeddings and pooling: erllama cannot embed yet; leave them out to generate")
         self._model = model = llama.Model.open(self._path, self._model_options, progress=self._progress)
-        self._params = _native_params(self._options, model.facts)
+        self._params = native_params(self._options, model.facts)
         self._context = context = self._open_context(model)
-        _warn_of_what_will_disappoint(self._path, self._options, self._model_options, model.facts)
+        warn_of_what_will_disappoint(self._path, self._options, self._model_options, model.facts)
         self._batch = llama.Batch(context.n_batch, self._params.n_seq_max)
         self._kind = context.memory_kind
         if self._kind is MemoryKind.NONE:
             raise NotSupported(f"{self._path}: this model only embeds, it cannot generate")
+        shape = self._shape_hash()
+        self._open_parts(context, shape)
         n_slots, use = self._options.n_seq_max, context.memory_bytes
         per_request = min(self._options.n_ctx or model.facts.n_ctx_train, context.n_ctx_seq)
         return BackendFacts(
@@ -110,11 +105,12 @@ class LlamaBackend:
             n_vocab=model.facts.n_vocab,
             memory_kind=self._kind,
             streams_separate=not self._options.kv_unified,
-            shape_hash=self._shape_hash(),
-            layout=Layout() if self._kind is MemoryKind.DENSE and self._options.kv_unified else None,
+            shape_hash=shape,
+            compute_hash=self._context_hash(shape),
+            layout=self._layout,
             quant_tag=model.facts.ftype,
             memory_bytes=model.facts.size_bytes + use.kv_bytes + use.compute_bytes,
-            sampling_defaults=_sampling_defaults(model.facts.sampling),
+            sampling_defaults=sampling_defaults(model.facts.sampling),
             details=self._details(),
         )
 
@@ -130,6 +126,7 @@ class LlamaBackend:
                 "type_v": options.type_v,
                 "flash_attn": options.flash_attn,
                 "unified": options.kv_unified,
+                "parts": FORMAT,
                 # LongRoPE chooses its factors by the context length (llama.cpp: get_rope_factors).
                 "n_ctx": self._live_context().n_ctx_seq
                 if facts.metadata.get(f"{facts.architecture}.rope.scaling.type") == "longrope"
@@ -145,6 +142,7 @@ class LlamaBackend:
             facts.pop(bulky)
         return {
             **facts,
+            **({} if self._not_kept is None else {"not_kept": self._not_kept}),
             "memory": context.memory_bytes,
             "n_threads": self._params.n_threads,
             "build": llama.build_info(),
@@ -152,7 +150,7 @@ class LlamaBackend:
 
     def close(self) -> None:
         """Free everything; harmless when nothing was opened."""
-        self._batch = None
+        self._batch = self._parts = None
         if self._context is not None:
             self._context.close()
             self._context = None
@@ -160,10 +158,31 @@ class LlamaBackend:
             self._model.close()
             self._model = None
 
+    def clear(self) -> None:
+        """Forget every sequence; what cells held stays where nobody looks."""
+        self._live_context().memory.clear(data=False)
+
+    def probe_cold(self) -> str | None:
+        """Try it, unless that was done before. Blocks for a few prefills."""
+        context, batch = self._live_context(), self._batch
+        piece = cold_piece(context.n_batch)
+        assert piece is not None
+        assert batch is not None
+        self._all_threads(context)
+        context.abort.arm(None)
+        with self._permit.held(self._params.n_threads) as granted:
+            if not granted:
+                raise LoadCancelled(f"{self._path}: given up while another model was computing")
+            probe = ColdProbe(context, batch, piece, context.n_ctx_seq, self._parts, self._layout)
+            shape = self._context_hash(self._shape_hash())
+            return probe.failure(cache_dir() / "cold-probes" / shape.hex())
+
     def rebuild(self) -> None:
         """A fresh context on the same weights."""
         self._live_context().close()
         self._context = self._open_context(self._live_model())
+        if self._layout is not None:
+            self._parts = PartMover(self._context, self._layout)
 
     def _open_context(self, model: llama.Model) -> llama.Context:
         if self._adapt_threads and self._params.n_threads > 1:
@@ -172,6 +191,35 @@ class LlamaBackend:
             if not granted:
                 raise LoadCancelled(f"{self._path}: given up while another model was computing")
             return llama.Context.open(model, self._params)
+
+    def _open_parts(self, context: llama.Context, shape: bytes) -> None:
+        """Find out what of a sequence can be kept, and try it unless that was done before."""
+        layout = layout_of(context)
+        if layout is None:
+            self._not_kept = why_no_layout(context)
+            return
+        parts = PartMover(context, layout)
+        assert self._batch is not None
+        with self._permit.held(self._params.n_threads) as granted:
+            if not granted:
+                raise LoadCancelled(f"{self._path}: given up while another model was computing")
+            check = MemoryCheck(context, self._batch, parts, layout)
+            self._not_kept = check.failure(cache_dir() / "memory-checks" / self._context_hash(shape).hex())
+        if self._not_kept is None:
+            self._layout, self._parts = layout, parts
+        else:
+            log.warning("%s is not cached, its KV does not survive a save: %s", self._path, self._not_kept)
+
+    def _context_hash(self, shape: bytes) -> bytes:
+        """Everything that may decide whether KV comes back as it was saved."""
+        return shape_hash(
+            {
+                "shape": shape.hex(),
+                "model": dataclasses.asdict(self._model_options),
+                "context": dataclasses.asdict(self._options),
+                "cpu_variant": llama.build_info().cpu_variant,
+            }
+        )
 
     def _live_model(self) -> llama.Model:
         if self._model is None:
@@ -183,6 +231,15 @@ class LlamaBackend:
             raise HandleClosed(f"the context of {self._path} is closed")
         return self._context
 
+    def _live_parts(self) -> PartMover:
+        if self._parts is None:
+            raise NotSupported(f"{self._path}: its KV cannot be kept: {self._not_kept}")
+        return self._parts
+
+    def _seq_id(self, slot: int) -> int:
+        """llama.cpp's name of a slot: the scratch sequence comes first."""
+        return slot + N_SCRATCH if self._options.kv_unified else slot
+
     # --- steps ---
 
     def step(self, step: Step) -> StepResult:
@@ -191,9 +248,13 @@ class LlamaBackend:
         assert batch is not None
         batch.clear()
         outputs = [
-            batch.add(row.slot, row.tokens, row.pos, output="none" if row.sampler is None else "last")
+            batch.add(
+                self._seq_id(row.slot), row.tokens, row.pos, output="none" if row.sampler is None else "last"
+            )
             for row in step.rows
         ]
+        if step.exact:
+            self._all_threads(context)
         with self._permit.held(self._n_threads(step), at_most_s=step.budget_s) as granted:
             if not granted:
                 return StepResult(status=StepStatus.ABORTED)
@@ -201,11 +262,12 @@ class LlamaBackend:
             began, cpu_began = time.perf_counter(), time.process_time()
             rc = context.decode(batch)
             computed = time.perf_counter()
-            self._govern(context, computed - began, time.process_time() - cpu_began)
+            if not step.exact:
+                self._govern(context, computed - began, time.process_time() - cpu_began)
         if rc != 0:
             return StepResult(status=_status(rc, context.abort.cause), rc=rc, compute_s=computed - began)
         sampled = tuple(
-            None if row.sampler is None else self._sample(row.sampler, output)
+            None if row.sampler is None else _sample(context, row.sampler, output)
             for row, output in zip(step.rows, outputs, strict=True)
         )
         return StepResult(
@@ -214,6 +276,12 @@ class LlamaBackend:
             compute_s=computed - began,
             sample_s=time.perf_counter() - computed,
         )
+
+    def _all_threads(self, context: llama.Context) -> None:
+        """What must have the same bits every time is computed with as many threads every time."""
+        if self._governor is not None and self._governor.n != self._params.n_threads:
+            self._governor = ThreadGovernor(self._params.n_threads, time.monotonic(), _idle_s)
+            context.set_threads(self._params.n_threads, self._params.n_threads)
 
     def _govern(self, context: llama.Context, wall_s: float, cpu_s: float) -> None:
         if self._governor is None:
@@ -230,17 +298,6 @@ class LlamaBackend:
             return self._governor.n
         single, many = self._params.n_threads, self._params.n_threads_batch
         return single if step.n_tokens == 1 or many is None else many
-
-    def _sample(self, sampler: Any, output: int) -> Sampled | ErllamaError:
-        assert isinstance(sampler, LlamaSampler)
-        context = self._live_context()
-        try:
-            token = sampler.chain.sample(context, output)
-        except ErllamaError as error:  # this request's grammar or memory; its neighbours go on
-            return error
-        if sampler.n_alternatives is None:
-            return Sampled(token=token)
-        return Sampled(token=token, logprob=_logprob(context.logits(output), token, sampler.n_alternatives))
 
     def abort(self) -> None:
         """Raise the flag that ggml's abort callback reads. Any thread."""
@@ -266,59 +323,45 @@ class LlamaBackend:
         """
         if self._kind not in (MemoryKind.DENSE, MemoryKind.WINDOW):
             return 0
-        return self._live_context().memory.pos_max(slot) + 1
+        return self._live_context().memory.pos_max(self._seq_id(slot)) + 1
 
     def cut(self, slot: int, n_keep: int) -> bool:
         """Keep [0, n_keep); False where llama.cpp would answer true and be wrong, or cannot."""
-        memory = self._live_context().memory
+        memory, seq_id, parts = self._live_context().memory, self._seq_id(slot), self._parts
         if n_keep == 0:
-            return memory.rm(slot, -1, -1)
-        if not memory.can_cut(slot, n_keep):
+            return memory.rm(seq_id, -1, -1)
+        if not (memory if parts is None else parts).can_cut(seq_id, n_keep):
             return False
-        return memory.rm(slot, n_keep, -1) and memory.pos_max(slot) == n_keep - 1
-
-    @property
-    def _scratch(self) -> int:
-        """The sequence through which ranges are exported and imported; users never see it."""
-        return self._options.n_seq_max
+        return memory.rm(seq_id, n_keep, -1) and memory.pos_max(seq_id) == n_keep - 1
 
     def share(self, src: int, dst: int, start: int, end: int) -> None:
-        """Ranged `seq_cp`: metadata only."""
-        self._live_context().memory.cp(src, dst, start, end)
+        """`seq_cp`: metadata only."""
+        self._live_parts().share(self._seq_id(src), self._seq_id(dst), start, end)
 
-    def export_bytes(self, slot: int, start: int, end: int) -> int:
-        """Size of the range's state."""
-        context = self._live_context()
-        with self._on_scratch(slot, start, end):
-            return context.state_size(self._scratch)
+    def export_bytes(self, slot: int, start: int, end: int, part: PartKind = PartKind.BASE) -> int:
+        """Size of the part's state; 0 if memory has not all of it."""
+        return self._live_parts().export_bytes(self._seq_id(slot), start, end, part)
 
-    def export(self, slot: int, start: int, end: int, into: memoryview) -> int:
-        """Serialise the range through the scratch sequence, so equal KV gives equal bytes."""
-        context = self._live_context()
-        with self._on_scratch(slot, start, end):
-            return context.state_get(self._scratch, into)
+    def export(
+        self, slot: int, start: int, end: int, into: memoryview, part: PartKind = PartKind.BASE
+    ) -> int:
+        """Serialise the part; equal KV in equal order gives equal bytes. Raises: `EngineError` (no room)."""
+        return self._live_parts().export(self._seq_id(slot), start, end, into, part)
 
-    @contextmanager
-    def _on_scratch(self, slot: int, start: int, end: int) -> Iterator[None]:
-        memory = self._live_context().memory
-        memory.cp(slot, self._scratch, start, end)
-        try:
-            yield
-        finally:
-            memory.rm(self._scratch)
+    def import_(
+        self,
+        slot: int,
+        block: tuple[int, int],
+        wanted: tuple[int, int],
+        data: memoryview,
+        part: PartKind = PartKind.BASE,
+    ) -> bool:
+        """Check and restore into the scratch sequence, then let the slot hold what it wants."""
+        return self._live_parts().import_(self._seq_id(slot), block, wanted, data, part)
 
-    def import_(self, slot: int, block: tuple[int, int], wanted: tuple[int, int], data: memoryview) -> bool:
-        """Restore into the scratch sequence, check what arrived, then let the slot hold what it wants."""
-        context, memory = self._live_context(), self._live_context().memory
-        try:
-            if context.state_set(self._scratch, data) != len(data):
-                return False
-            if (memory.pos_min(self._scratch), memory.pos_max(self._scratch)) != (block[0], block[1] - 1):
-                return False
-            memory.cp(self._scratch, slot, *wanted)
-            return True
-        finally:
-            memory.rm(self._scratch)
+    def is_at(self, slot: int, n: int) -> bool:
+        """Counts cells: a pass or two over the whole cache."""
+        return self._live_parts().is_at(self._seq_id(slot), n)
 
     # --- vocabulary and samplers: any thread ---
 
@@ -384,51 +427,6 @@ def _idle_s() -> float:
     return idle
 
 
-def _sampling_defaults(sampling: llama.SamplingFacts) -> dict[str, float]:
-    """What the model file says about sampling, by the names of `GenerationOptions`."""
-    given = dataclasses.asdict(sampling)
-    return {name: given[name] for name in DEFAULTS if given[name] is not None}
-
-
-def _native_params(options: ContextOptions, facts: llama.ModelFacts) -> llama.ContextParams:
-    n_ctx = options.n_ctx or facts.n_ctx_train
-    unified = options.kv_unified
-    assert options.n_threads is not None
-    assert options.n_threads_batch is not None
-    assert options.n_ubatch is not None
-    return llama.ContextParams(
-        n_ctx=n_ctx if unified else n_ctx * options.n_seq_max,
-        n_batch=options.n_batch,
-        n_ubatch=options.n_ubatch,
-        n_seq_max=options.n_seq_max + (N_SCRATCH if unified else 0),
-        n_outputs_max=options.n_seq_max,  # one sampled row per sequence; more would cost compute buffer
-        n_threads=options.n_threads,
-        n_threads_batch=options.n_threads_batch,
-        flash_attn=options.flash_attn,
-        type_k=options.type_k,
-        type_v=options.type_v,
-        kv_unified=unified,
-        embeddings=options.embeddings,
-        pooling=options.pooling,
-    )
-
-
-def _warn_of_what_will_disappoint(
-    path: str, options: ContextOptions, model: ModelOptions, facts: llama.ModelFacts
-) -> None:
-    """What llama.cpp accepts and the user will not like."""
-    if facts.n_ctx_train and (options.n_ctx or 0) > facts.n_ctx_train:
-        log.warning(
-            "%s was trained for %d tokens; with n_ctx=%d, text beyond them is likely to be nonsense",
-            *(path, facts.n_ctx_train, options.n_ctx),
-        )
-    if model.n_gpu_layers != 0 and not any(device.kind in ("gpu", "igpu") for device in llama.devices()):
-        log.warning(
-            "n_gpu_layers=%d has no effect: there is no GPU that this build of erllama can use",
-            model.n_gpu_layers,
-        )
-
-
 def _status(rc: int, cause: str | None) -> StepStatus:
     """llama.h, llama_decode: 1 no room, 2 aborted, negative fatal (-1: our batch was invalid)."""
     if rc == 1:
@@ -438,13 +436,9 @@ def _status(rc: int, cause: str | None) -> StepStatus:
     return StepStatus.FATAL
 
 
-def _logprob(logits: np.ndarray, token: int, n_top: int) -> TokenLogprob:
-    """Log-softmax of the raw logits at the sampled token, and the `n_top` likeliest."""
-    shifted = logits.astype(np.float64) - float(logits.max())
-    logprobs = shifted - np.log(np.exp(shifted).sum())
-    top: tuple[tuple[int, float], ...] = ()
-    if n_top:
-        best = np.argpartition(logprobs, -n_top)[-n_top:]
-        best = best[np.argsort(-logprobs[best], kind="stable")]
-        top = tuple((int(i), float(logprobs[i])) for i in best)
-    return TokenLogprob(token=token, logprob=float(logprobs[token]), top=top)
+def _sample(context: llama.Context, sampler: object, output: int) -> Sampled | ErllamaError:
+    assert isinstance(sampler, LlamaSampler)
+    try:
+        return sampler.sample(context, output)
+    except ErllamaError as error:  # this request's grammar or memory; its neighbours go on
+        return error

@@ -31,7 +31,12 @@ class Share:
     end: int
 
 
-MemoryOp = Cut | Share
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """Forget everything: memory is as in a fresh context."""
+
+
+MemoryOp = Cut | Share | Clear
 
 
 def apply_ops(backend: OptionalBackend, ops: Iterable[MemoryOp]) -> None:
@@ -43,3 +48,5 @@ def apply_ops(backend: OptionalBackend, ops: Iterable[MemoryOp]) -> None:
                     raise EngineError(f"slot {slot} could not be cut to {n} tokens")
             case Share(src, dst, start, end):
                 backend.share(src, dst, start, end)
+            case Clear():
+                backend.clear()

@@ -12,20 +12,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence as Tokens
 
+    from erllama.backend import Layout
+
     from .sequence import Sequence
 
 
 def explain(
-    seq: Sequence, *, min_tokens: float, can_keep: bool, text: Callable[[Tokens[int]], str]
+    seq: Sequence,
+    *,
+    min_tokens: float,
+    layout: Layout | None,
+    text: Callable[[Tokens[int]], str],
 ) -> Miss | None:
     """The reason, or None when all but the last token was there. Only for a sequence that was admitted.
 
-    `min_tokens`: shorter histories are not stored. `can_keep`: the model's memory can be kept at all.
+    `min_tokens`: shorter histories are not stored. `layout`: of what is kept; None: nothing can be.
     """
     n, seen = seq.n_cached, seq.evidence
     if seq.options.cache == "off":
         return Miss(reason="cache_off", message='the request asked for cache="off"')
-    if not can_keep:
+    if layout is None:
         return Miss(reason="not_cached", message="this model's memory is not kept")
     if n >= seq.n_prompt - 1:
         return None
@@ -38,6 +44,9 @@ def explain(
         return Miss(reason="evicted", message=message, index=n)
     if seen.kept and seen.reach >= n:
         return _differs(seq, text)
+    if seen.reach > n and not layout.cuttable:
+        message = f"tokens up to {seen.reach} are kept, but a window or state to go on from only up to {n}"
+        return Miss(reason="part_missing", message=message, index=n)
     if n:
         return Miss(
             reason="ends_at",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import trio
 
 from erllama.errors import ErllamaError
+from erllama.types import PartKind
 
 from .memory_ops import apply_ops
 
@@ -59,10 +60,13 @@ class ModelThread:
 
     async def step(self, step: Step) -> StepResult:
         """Compute a step. Raises: what the backend raises; the context must be rebuilt then."""
-        # Here and not in the step: a cancel between here and there must not be forgotten.
+        self._clear_abort()
+        return await self._run(self._backend.step, step)
+
+    def _clear_abort(self) -> None:
+        # Here and not in the call: a cancel between here and there must not be forgotten.
         clear_abort: Callable[[], None] = getattr(self._backend, "clear_abort", lambda: None)
         clear_abort()
-        return await self._run(self._backend.step, step)
 
     async def cut_to_known(self, targets: list[tuple[int, int]]) -> list[int]:
         """Cut each (slot, most) to what memory surely holds and is wanted; returns what was kept."""
@@ -94,19 +98,35 @@ class ModelThread:
         self._backend.rebuild()
         self._broken = None
 
-    async def export_bytes(self, slot: int, start: int, end: int) -> int:
-        """How large the KV of [start, end) of a slot is when exported."""
-        return await self._run(self._backend.export_bytes, slot, start, end)
+    async def export_bytes(self, slot: int, start: int, end: int, part: PartKind = PartKind.BASE) -> int:
+        """How large a part of [start, end) of a slot is when exported; 0 if it is not all there."""
+        return await self._run(self._backend.export_bytes, slot, start, end, part)
 
-    async def export(self, slot: int, start: int, end: int, into: memoryview) -> int:
-        """Write the KV of [start, end) of a slot into a buffer; returns bytes written."""
-        return await self._run(self._backend.export, slot, start, end, into)
+    async def export(
+        self, slot: int, start: int, end: int, into: memoryview, part: PartKind = PartKind.BASE
+    ) -> int:
+        """Write a part of [start, end) of a slot into a buffer; returns bytes written."""
+        return await self._run(self._backend.export, slot, start, end, into, part)
 
     async def import_(
-        self, slot: int, block: tuple[int, int], wanted: tuple[int, int], data: memoryview
+        self,
+        slot: int,
+        block: tuple[int, int],
+        wanted: tuple[int, int],
+        data: memoryview,
+        part: PartKind = PartKind.BASE,
     ) -> bool:
-        """Add positions `wanted` of an exported `block` to a slot; False (and unchanged) if refused."""
-        return await self._run(self._backend.import_, slot, block, wanted, data)
+        """Add positions `wanted` of a part of an exported `block` to a slot; False if refused."""
+        return await self._run(self._backend.import_, slot, block, wanted, data, part)
+
+    async def is_at(self, slot: int, n: int) -> bool:
+        """Whether a slot can go on at `n`."""
+        return await self._run(self._backend.is_at, slot, n)
+
+    async def probe_cold(self) -> str | None:
+        """Why a warm run would not give the bits of a cold one; None if it does. Memory must be empty."""
+        self._clear_abort()
+        return await self._run(self._backend.probe_cold)
 
     def abort(self) -> None:
         """Make the running step end early. Any thread; no effect where the backend cannot."""

@@ -7,7 +7,8 @@ one, in cold and warm runs alike, and a sequence that is decoding is one that la
 Rule 1: everybody who decodes gets a row in every step, before any prefill.
 Rule 2: prefill shares what is left, oldest first, at most `prefill_chunk` tokens a sequence.
 Rule 3: a step never needs more cells than are free, nor more tokens than `n_batch`.
-Rule 4: pieces end at multiples of `PIECE` where they can, because pieces of at least 64 rows use the
+Rule 4: no piece reaches across a multiple of `boundary`, where memory has something that only exists there.
+Rule 5: pieces end at multiples of `PIECE` where they can, because pieces of at least 64 rows use the
 same attention kernel: the same cuts give the same bits.
 """
 
@@ -60,6 +61,12 @@ class Limits:
     prefill_chunk: int
     n_cells: int | None
     prefill_budget: int  # tokens of prefill that keep the step within its time target
+    boundary: int | None = None
+
+    @classmethod
+    def alone(cls, n_batch: int, piece: int) -> Limits:
+        """For a sequence that runs alone, its prompt cut at multiples of `piece`."""
+        return cls(n_batch=n_batch, prefill_chunk=piece, n_cells=None, prefill_budget=piece, boundary=piece)
 
 
 def plan_step(ready: Sequence[Plannable], limits: Limits) -> list[Share]:
@@ -79,7 +86,10 @@ def plan_step(ready: Sequence[Plannable], limits: Limits) -> list[Share]:
     can_be_whole = min(limits.n_batch - len(shares), limits.prefill_chunk) >= PIECE
     for s in filling:
         most = min(limits.prefill_chunk, budget)
-        n = _piece(s.n_kv, s.n_tokens - 1, most, whole_only=can_be_whole and bool(shares))
+        end = s.n_tokens - 1
+        if limits.boundary is not None:
+            end = min(end, s.n_kv - s.n_kv % limits.boundary + limits.boundary)
+        n = _piece(s.n_kv, end, most, whole_only=can_be_whole and bool(shares))
         if n:
             shares.append(Share(s.slot, s.n_kv, n, False))
             budget -= n

@@ -1,6 +1,7 @@
 """Setting memory right after a step that did not end well: repair sequence by sequence, else a fresh context.
 
-Rule 1: after an abort each sequence keeps what memory really holds of it, and goes on from there.
+Rule 1: after an abort each sequence keeps what memory really holds of it, and goes on from there. Where that
+is nothing, because its state was in the step, it is admitted again, and with it restored.
 Rule 2: the context is rebuilt only after a time-out, a fatal code, an exception or a failed repair. Then
 whoever runs fails with the typed reason, and whoever waits goes on with the new context.
 Rule 3: KV that was restored and never proven by a step is to blame before its reader is: it is never served
@@ -40,7 +41,13 @@ class Recovery:
 
     async def repair(self, shares: list[Share]) -> None:
         """Set every surviving sequence of an aborted step to what its memory really holds."""
-        survivors = [(s.slot, s) for share in shares if not (s := self._lanes.running[share.slot]).cancelled]
+        survivors = []
+        for share in shares:
+            seq = self._lanes.running[share.slot]
+            if not seq.cancelled:
+                survivors.append((seq.slot, seq))
+            elif self._lanes.has_state:
+                seq.leaves_nothing = True  # nobody knows how far its state is
         if not survivors:
             return
         targets = [(slot, seq.n_tokens - 1) for slot, seq in survivors]
@@ -50,7 +57,11 @@ class Recovery:
             await self.rebuild(error)
             return
         for (_, seq), n_kv in zip(survivors, kept, strict=True):
-            seq.rewind(n_kv)
+            if seq.exact or (self._lanes.has_state and n_kv < seq.n_kv):
+                self._lanes.release(seq.preempt())
+                self._lanes.requeue(seq)
+            else:
+                seq.rewind(n_kv)
 
     async def rebuild(self, error: ErllamaError, stepping: Iterable[Sequence] = ()) -> None:
         """A fresh context. Who ran fails with `error`, except those of `stepping` that may start over.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from erllama.backend import Guide
-from erllama.errors import ContextOverflow, InvalidContent
+from erllama.errors import ContextOverflow, InvalidContent, InvalidOption
 from erllama.types import Done, Event, Request
 
 from .home import current_home, require_home
@@ -90,11 +90,14 @@ async def open_stream(
     options: GenerationOptions,
     buffer_events: int,
     purpose: Purpose = Purpose.ANSWER,
+    *,
+    is_text: bool = False,
     guide: Guide | None = None,
     translate: Translate | None = None,
 ) -> AsyncIterator[EventStream]:
     """A request for the block. Leaving it cancels what is still running and delivers nothing more.
 
+    `is_text`: what the prompt's ids spell is what counts; stored ids that spell the same may replace them.
     `guide` fits the options' grammar into an answer; `translate` turns each event into those to deliver.
 
     `prompt` may be a function; it is called again right before the request is queued, with no await between.
@@ -102,6 +105,11 @@ async def open_stream(
     `SeqCapacity`, and what `prompt` raises.
     """
     require_home(handle.home)
+    if handle.deterministic and options.exact == "session":
+        raise InvalidOption(
+            'exact="session": the model was loaded with deterministic=True, so every answer has cold bits',
+            detail={"key": "exact", "value": options.exact},
+        )
     prompt_ids = prompt() if callable(prompt) else prompt
     check_prompt(prompt_ids, handle.facts)
     params = resolve_sampling(options, handle.facts.sampling_defaults, handle.facts.n_vocab, guide or Guide())
@@ -126,6 +134,8 @@ async def open_stream(
         now=trio.current_time(),
         purpose=purpose,
         visible=params.guide.visible,
+        exact=(options.exact or handle.exact) == "cold",
+        is_text=is_text,
     )
     try:
         handle.actor.submit(seq)

@@ -57,6 +57,11 @@ class Resident:
         return not self.unwanted
 
     @property
+    def is_restoring(self) -> bool:
+        """Never: nothing happens to it."""
+        return False
+
+    @property
     def n_kv(self) -> int:
         """Tokens in memory."""
         return len(self.ledger)

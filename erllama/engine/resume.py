@@ -1,23 +1,31 @@
 """From the store back into a sequence's memory: the longest stored beginning, block after block.
 
-Interval map: [0, n_kv) shared with a live sequence | [n_kv, n_stored) restored here | the rest is prefilled.
+Interval map: [0, n_kv) shared with a live sequence | [n_kv, plan.end) restored here | the rest is prefilled.
 The last known token is never restored: it is a row of its own, in warm and cold runs alike.
 
 A restore is an offer, never a condition: whatever goes wrong ends it where it is, and the rest is computed.
+Where memory can be cut anywhere each block counts as soon as it is there. Elsewhere the slot is at no legal
+place until everything has arrived, so all of it counts at once, or nothing: then what is damaged is not found
+a second time, and the next best place is tried.
 """
 
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from erllama.errors import ErllamaError
 from erllama.kvcache.key import Prompt
 from erllama.kvcache.kinds import PartKind
 
+from .cold import cold_piece
+from .restore_plan import Piece, RestorePlan, StoredNode, plan_restore
+from .spelling import Spelling
 from .state import Phase
 
 if TYPE_CHECKING:
+    from erllama.backend import BackendFacts, Layout
     from erllama.kvcache.match import Lease, Match
 
     from .admission import Lanes
@@ -26,13 +34,18 @@ if TYPE_CHECKING:
     from .sequence import Sequence
 
 log = logging.getLogger("erllama.engine")
+MAX_TRIES = 8  # each finds less than the one before
 
 
 class Resumer:
     """Restores sequences of one model. Its task runs beside the step loop; imports go between steps."""
 
-    def __init__(self, cache: CacheLink, lanes: Lanes, thread: ModelThread) -> None:
+    def __init__(self, cache: CacheLink, facts: BackendFacts, lanes: Lanes, thread: ModelThread) -> None:
+        assert facts.layout is not None
         self._cache = cache
+        self._layout: Layout = facts.layout
+        self._grid = cold_piece(facts.n_batch) or 1
+        self._spelling = Spelling(cache, facts, lanes)
         self._lanes = lanes
         self._thread = thread
 
@@ -42,54 +55,173 @@ class Resumer:
         On a tie the next node may still begin like the prompt; but what a running sequence is about to have
         is not read a second time, and where a session goes on it is not worth a look.
         """
-        n_stored = self._cache.store.peek(self._cache.identity, Prompt.of(seq.ledger))[0]
         n_led = self._lanes.n_led(seq)
         if n_led > seq.n_kv or seq.is_sticky:
-            return n_stored > n_led
-        return n_stored >= seq.n_kv
+            return self._spelling.is_longer(seq, n_led, or_equal=False) or self._spelling.gains(seq)
+        return self._spelling.is_longer(seq, seq.n_kv, or_equal=True)
+
+    def n_stored(self, ids: list[int]) -> int:
+        """How many of `ids`, from the first on, could be brought back. A plain read."""
+        path = self._cache.store.path(self._cache.identity, Prompt.of(ids))
+        nodes = [StoredNode.whole(node.start, node.end, node.parts) for node in path]
+        plan = plan_restore(nodes, self._layout, 0, len(ids))
+        return 0 if plan is None else plan.end
 
     async def restore(self, seq: Sequence, stay: int) -> None:
         """Bring into memory what is stored and not there yet, during the `stay`th stay of `seq` in a slot.
 
         Cancellation: what was imported stays, whole blocks only.
         """
-        store = self._cache.store
-        prompt = Prompt.of(seq.ledger)
-        match = await store.find(self._cache.identity, prompt, resume_key=seq.options.parent_key)
-        seq.evidence.saw(match.n_tokens, (), 0)
-        if (last := match.partial) is not None:
-            n = last.node.start + last.n_tokens
-            seq.evidence.saw(n, [*seq.ledger[: last.node.start], *last.node.ids], last.node.end)
-        with store.lease(match) as lease:
-            for index, node in enumerate(lease.nodes):
-                if not _still_wants(seq, stay):
-                    return
-                last = match.partial if lease.partial and index == len(lease.nodes) - 1 else None
-                end = node.end if last is None else node.start + last.n_tokens
-                wanted = seq.n_kv, min(end, seq.n_tokens - 1)
-                if wanted[1] <= wanted[0]:
-                    continue
-                if not await self._restore_node(seq, stay, lease, index, wanted):
-                    seq.evidence.failed = _still_wants(seq, stay)
-                    return
-                if wanted[1] == node.end:
-                    _note_nodes(seq, match, index)
-                lease.release(index)
+        for _ in range(MAX_TRIES):
+            if not await self._try(seq, stay):
+                return
 
-    async def _restore_node(
-        self, seq: Sequence, stay: int, lease: Lease, index: int, wanted: tuple[int, int]
-    ) -> bool:
-        node = lease.nodes[index]
-        data = await lease.load(index)
-        if data is None or not _still_wants(seq, stay):
+    async def _try(self, seq: Sequence, stay: int) -> bool:
+        """One look-up and one restore; True if another may find something else."""
+        match = await self._spelling.find(seq, lambda: _still_wants(seq, stay))
+        _note_reach(seq, match)
+        with self._cache.store.lease(match) as lease:
+            plan = self._plan(seq, match, lease)
+            if plan is None or not _still_wants(seq, stay):
+                return False
+            restore = _Restore(seq, stay, lease, plan, self._cache, self._layout, self._lanes, self._thread)
+            done = await restore.run()
+        seq.evidence.failed = not done and _still_wants(seq, stay)
+        return seq.evidence.failed and restore.found_damage
+
+    def _plan(self, seq: Sequence, match: Match, lease: Lease) -> RestorePlan | None:
+        nodes = [StoredNode.whole(node.start, node.end, node.parts) for node in lease.nodes]
+        if lease.partial:
+            last = match.partial
+            assert last is not None
+            node = last.node
+            nodes[-1] = StoredNode(node.start, node.end, node.parts, node.start + last.n_tokens)
+        grid = self._grid if seq.exact else 1
+        return plan_restore(nodes, self._layout, seq.n_kv, seq.n_tokens - 1, grid)
+
+
+class _Restore:
+    """One plan being carried out."""
+
+    def __init__(
+        self,
+        seq: Sequence,
+        stay: int,
+        lease: Lease,
+        plan: RestorePlan,
+        cache: CacheLink,
+        layout: Layout,
+        lanes: Lanes,
+        thread: ModelThread,
+    ) -> None:
+        self._seq, self._stay, self._lease, self._plan = seq, stay, lease, plan
+        self._cache, self._layout, self._lanes, self._thread = cache, layout, lanes, thread
+        self._n_pieces = 0  # imported so far
+        self.found_damage = False
+
+    async def run(self) -> bool:
+        """Whether everything planned is in memory. If not, memory is at a legal place again."""
+        with ExitStack() as held:
+            small = []
+            for piece in self._plan.small:  # without them the rest is of no use
+                data = await self._lease.load(piece.index, piece.part)
+                if data is None:
+                    self.found_damage = True  # gone, or damaged: either way it is not found again
+                    return False
+                small.append((piece, held.enter_context(data)))
+            if not self._layout.cuttable and not self._reserve_all(held):
+                return False
+            try:
+                return await self._base() and await self._small(small) and await self._arrive()
+            finally:
+                if self._n_pieces and not self._layout.cuttable and self._seq.n_kv != self._plan.end:
+                    self._undo()
+
+    def _reserve_all(self, held: ExitStack) -> bool:
+        """Cells for everything; where nothing can be cut, half a restore is worth nothing."""
+        pieces = self._plan.base
+        n_cells = sum(piece.wanted[1] - piece.wanted[0] for piece in pieces)
+        n_cells += max((self._n_passing(piece) for piece in pieces), default=0)
+        if not self._has_room(n_cells):
             return False
-        n_cells = len(node.ids)  # the scratch sequence needs those of the whole block
+        held.enter_context(self._lanes.reserving(n_cells))
+        return True
+
+    def _n_passing(self, piece: Piece) -> int:
+        """Cells of a block that are not wanted, but pass through the scratch sequence."""
+        return len(self._lease.nodes[piece.index].ids) - (piece.wanted[1] - piece.wanted[0])
+
+    def _has_room(self, n_cells: int) -> bool:
         self._lanes.reclaim(n_cells)
-        if (free := self._lanes.n_free_cells) is not None and free < n_cells:
+        free = self._lanes.n_free_cells
+        return free is None or free >= n_cells
+
+    async def _base(self) -> bool:
+        still_used = {piece.index for piece in self._plan.small}
+        for piece in self._plan.base:
+            if not _still_wants(self._seq, self._stay):
+                return False
+            data = await self._lease.load(piece.index)
+            if data is None:
+                self.found_damage = True
+                return False
+            with data:  # nobody may look at a buffer that is given back
+                if not await self._block(piece, data):
+                    return False
+            if piece.index not in still_used:
+                self._lease.release(piece.index)
+        return True
+
+    async def _block(self, piece: Piece, data: memoryview) -> bool:
+        if not _still_wants(self._seq, self._stay):
             return False
+        if not self._layout.cuttable:
+            return await self._import(piece, data)
+        n_cells = len(self._lease.nodes[piece.index].ids)  # all of it passes through scratch
+        if not self._has_room(n_cells):
+            return False
+        with self._lanes.reserving(n_cells):
+            arrived = await self._import(piece, data)
+        if arrived and _is_in_slot(self._seq, self._stay):
+            self._reached(piece.wanted[1], piece.index)
+            return True
+        return False
+
+    async def _small(self, small: list[tuple[Piece, memoryview]]) -> bool:
+        for piece, data in small:
+            if not _still_wants(self._seq, self._stay) or not await self._import(piece, data):
+                return False
+        return True
+
+    async def _arrive(self) -> bool:
+        """Where everything counts at once: it does now."""
+        if self._layout.cuttable:
+            return True
+        if not _is_in_slot(self._seq, self._stay):
+            return False
+        index = max(piece.index for piece in (*self._plan.base, *self._plan.small))
+        if not await self._is_at_end():
+            self._damaged(index, "its parts do not add up")
+            return False
+        if not _is_in_slot(self._seq, self._stay):
+            return False
+        self._reached(self._plan.end, index)
+        return True
+
+    async def _is_at_end(self) -> bool:
         try:
-            with self._lanes.reserving(n_cells):
-                arrived = await self._thread.import_(seq.slot, (node.start, node.end), wanted, data)
+            return await self._thread.is_at(self._seq.slot, self._plan.end)
+        except ErllamaError as refused:
+            log.warning("%s cannot go on at %d: %s", self._seq.request, self._plan.end, str(refused))
+            return False
+
+    async def _import(self, piece: Piece, data: memoryview) -> bool:
+        node, seq = self._lease.nodes[piece.index], self._seq
+        self._n_pieces += 1
+        try:
+            arrived = await self._thread.import_(
+                seq.slot, (node.start, node.end), piece.wanted, data, piece.part
+            )
         except ErllamaError as refused:
             # As text: a log record that kept the exception would keep its frames, and with them the buffer.
             log.warning("restore of %s at %d failed: %s", seq.request, node.start, str(refused))
@@ -97,13 +229,35 @@ class Resumer:
                 return False
             arrived = False
         if not arrived:
-            self._cache.store.quarantine(node.name, "llama.cpp refused the bytes")
-            return False
-        if not _is_in_slot(seq, stay):
-            return False
-        seq.restored_to(wanted[1], node.parts[PartKind.BASE])
-        seq.unproven.add(node.name)
-        return True
+            self._damaged(piece.index, f"llama.cpp refused its {piece.part.name} part")
+        return arrived
+
+    def _damaged(self, index: int, what: str) -> None:
+        self.found_damage = True
+        self._cache.store.quarantine(self._lease.nodes[index].name, what)
+
+    def _reached(self, n_kv: int, index: int) -> None:
+        """Memory holds [0, n_kv) now, out of nodes up to `index`."""
+        nodes = self._lease.nodes[: index + 1]
+        source = nodes[-1].parts.get(PartKind.BASE, "ram")
+        self._seq.unproven |= {node.name for node in nodes if node.end > self._seq.n_kv}
+        self._seq.restored_to(n_kv, source)
+        for node in nodes:  # those that lie whole in memory: saves continue behind them
+            if self._seq.path.end < node.end <= n_kv:
+                self._seq.path.add(node.name, node.end)
+
+    def _undo(self) -> None:
+        """Let go of what arrived: the slot is at no legal place."""
+        if _is_in_slot(self._seq, self._stay):
+            self._lanes.cut_back(self._seq, 0 if self._layout.state else self._seq.n_kv)
+
+
+def _note_reach(seq: Sequence, match: Match) -> None:
+    """What a miss is explained from."""
+    seq.evidence.saw(match.n_tokens, (), 0)
+    if (last := match.partial) is not None:
+        n = last.node.start + last.n_tokens
+        seq.evidence.saw(n, [*seq.ledger[: last.node.start], *last.node.ids], last.node.end)
 
 
 def _is_in_slot(seq: Sequence, stay: int) -> bool:
@@ -112,10 +266,3 @@ def _is_in_slot(seq: Sequence, stay: int) -> bool:
 
 def _still_wants(seq: Sequence, stay: int) -> bool:
     return _is_in_slot(seq, stay) and not seq.cancelled
-
-
-def _note_nodes(seq: Sequence, match: Match, index: int) -> None:
-    """Nodes that lie whole in memory: saves continue behind them."""
-    for node in match.nodes[: index + 1]:
-        if node.end > seq.path.end:
-            seq.path.add(node.name, node.end)

@@ -80,6 +80,8 @@ class Sequence:
         now: float,
         purpose: Purpose = Purpose.ANSWER,
         visible: Mapping[int, bytes] = EMPTY,
+        exact: bool = False,
+        is_text: bool = False,
     ) -> None:
         self.request = request
         self.options = options
@@ -104,7 +106,9 @@ class Sequence:
         self.times = Timeline(now)
         self.cancelled = False
         self.pins = options.session_id is not None  # its session keeps its slot
-        self.leaves_nothing = False  # its session was reset: no resident either
+        self.leaves_nothing = False  # its session was reset, or nobody knows what its memory holds
+        self.exact = exact  # it runs alone, for the bits of a fresh context
+        self.is_text = is_text  # its prompt came as text: other ids that spell the same do as well
         self.evidence = Evidence()
         self.ended = trio.Event()  # its slot and sampler are given back
         self._n_ctx = n_ctx
@@ -141,6 +145,11 @@ class Sequence:
     def shareable(self) -> bool:
         """Others may hold what it holds."""
         return self.options.cache != "off"
+
+    @property
+    def is_restoring(self) -> bool:
+        """Whether its memory is being filled from the store."""
+        return self.phase is Phase.RESTORE
 
     @property
     def n_tokens(self) -> int:
@@ -202,6 +211,19 @@ class Sequence:
         self.cells.grow_to(n_kv)
         if self.times.restored is None and n_new:
             self._reused(n_kv, source)
+
+    def respell(self, prompt: Seq[int]) -> None:
+        """Its prompt's text in other ids, of which memory holds a beginning."""
+        assert not self.n_generated
+        self.ledger = list(prompt)
+        self.n_prompt = len(prompt)
+
+    def lost(self, n_kv: int) -> None:
+        """While it was being restored, memory beyond `n_kv` had to be given up."""
+        if n_kv < self.n_kv and self.times.restored is None:
+            self._reused(n_kv, self.source or "live")
+        self.cells.cut_to(n_kv)
+        self.path.cut_to(n_kv)
 
     def _reused(self, n: int, source: str) -> None:
         self.n_cached = min(n, self.n_prompt)

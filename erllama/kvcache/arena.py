@@ -26,22 +26,25 @@ HUGE_PAGE: Final = 2 << 20
 def class_bytes(n_bytes: int) -> int:
     """The size of the buffer that a request for `n_bytes` gets."""
     if n_bytes <= PAGE:
-        return PAGE
+        return PAGE if n_bytes else 0
     step = max(PAGE, 1 << (n_bytes - 1).bit_length() - 4)
     return -(-n_bytes // step) * step
 
 
 class Buffer:
-    """`n_bytes` of pooled memory, shared by whoever retains it. `view` dies with the last `release()`."""
+    """`n_bytes` of pooled memory, shared by whoever retains it. `view` dies with the last `release()`.
+
+    One of no bytes has no memory: a part may be empty.
+    """
 
     __slots__ = ("_arena", "_memory", "_n_users", "n_bytes", "view")
 
-    def __init__(self, arena: Arena, memory: mmap.mmap, n_bytes: int) -> None:
+    def __init__(self, arena: Arena, memory: mmap.mmap | None, n_bytes: int) -> None:
         self._arena = arena
-        self._memory: mmap.mmap | None = memory
+        self._memory = memory
         self._n_users = 1
         self.n_bytes = n_bytes
-        self.view = memoryview(memory)[:n_bytes]
+        self.view = memoryview(bytearray() if memory is None else memory)[:n_bytes]
 
     @property
     def held_bytes(self) -> int:
@@ -134,6 +137,8 @@ class Arena:
         with self._lock:
             if self._used + self._extra + size + spare > self._max:
                 return None
+            if not size:
+                return Buffer(self, None, 0)
             stack = self._idle.get(size)
             if stack:
                 memory = stack.pop()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .columns import PartColumns
-from .kinds import ROOT_NAME, NodeFlag, PartKind, SaveReason
+from .kinds import ROOT_NAME, NodeFlag, PartKind, Provenance, SaveReason
 from .parts import RAM
 from .pins import Pins
 from .planner import Plan, Want, newcomer_score, plan_evictions
@@ -205,10 +205,21 @@ class Catalog:
             self._charge_index()
         return row
 
+    def join(self, row: int, meta: NodeMeta, *, adds_part: bool) -> None:
+        """A node came again: it is an anchor if any of its saves said so, canonical if all its parts are."""
+        if meta.flags & NodeFlag.ANCHOR:
+            self.tree.set_anchor(row)
+        same = meta.provenance is Provenance.CANONICAL and self.tree.is_canonical(
+            row, meta.identity.compute_hash
+        )
+        if adds_part and not same and self.tree.provenance(row) is Provenance.CANONICAL:
+            self.tree.set_provenance(row, Provenance.PREFILL)
+
     def add_copy(self, row: int, kind: PartKind, copy: RamPart) -> int:
         """Add a part whose only copy is in RAM; the catalog owns the buffer from here on."""
         part = self.tree.add_part(row, kind, copy.buffer.n_bytes, RAM, self._now())
         self.keep_copy(part, copy)
+        self.join(row, copy.meta, adds_part=True)
         self._charge_index()
         return part
 
@@ -224,6 +235,7 @@ class Catalog:
             return True  # on another tier too: that copy is served, this one waits for its turn
         used = max(0, min(int(found.mtime), 2**32 - 1))
         self.tree.add_part(row, found.kind, found.payload_bytes, slot, used)
+        self.join(row, found.meta, adds_part=True)
         if found.meta.reason is SaveReason.AGENT_PREFIX:
             self.pins.pin(("agent", found.meta.name), found.meta.name)
         self._charge_index()
@@ -383,6 +395,13 @@ class Catalog:
     def is_private(self, row: int) -> bool:
         """Whether a node, or one it hangs behind, must stay off file tiers."""
         return any(self.tree.flags(node) & NodeFlag.PRIVATE for node in self.tree.path(row))
+
+    def set_anchor(self, name: bytes) -> bool:
+        """A node is an anchor from now on; False if it is gone."""
+        row = self.tree.find(name)
+        if row is not None:
+            self.tree.set_anchor(row)
+        return row is not None
 
     def set_private(self, row: int, *, private: bool) -> None:
         """Keep a node off file tiers, unless it is on one already: the same content was saved openly then."""

@@ -19,7 +19,8 @@ LINKS_MISSING: Final = frozenset(
     {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 )
 READ_ONLY: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
-NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+TOO_LARGE: Final = frozenset({errno.EFBIG})  # one file is more than may be: removing others helps nothing
 ALLOCATION_MISSING: Final = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
 LOCKS_MISSING: Final = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK})
 

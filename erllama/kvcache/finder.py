@@ -96,6 +96,10 @@ class Finder:
         nodes, _ = self._nodes(walk.best, prompt)
         return sum(len(node.ids) for node in nodes), sum(node.n_bytes for node in nodes)
 
+    def path(self, identity: Identity, prompt: Prompt) -> list[MatchedNode]:
+        """The whole nodes that a prompt begins with; index only, counts nothing."""
+        return self._nodes(self._catalog.walk(identity, prompt).best, prompt)[0]
+
     # --- from places to nodes ---------------------------------------------------------------------
 
     def _nodes(self, place: Place, prompt: Prompt) -> tuple[list[MatchedNode], bool]:

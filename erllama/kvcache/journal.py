@@ -72,5 +72,5 @@ def _read_one(root: Root, name: str) -> Hits:
             if len(key) == NAME_BYTES + 1 and 0 <= hits < 1e9
         }
     except Exception as broken:  # any damage: order of eviction is all that is lost
-        log.warning("hit journal %s dropped: %s", name, broken)
+        log.warning("hit journal %s dropped: %s", name, str(broken))
         return {}

@@ -42,10 +42,10 @@ class Refusal(enum.StrEnum):
 
     BACK_PRESSURE = "back_pressure"  # too many bytes wait for the writers
     NO_ROOM = "no_room"  # does not fit, or only by evicting what is worth more
-    TOO_LARGE = "too_large"  # larger than the whole tier
+    TOO_LARGE = "too_large"  # larger than the whole tier, or than a file may be
     FIRST_SIGHTING = "first_sighting"  # policy: stored when it is seen again
     WRITE_RATE = "write_rate"  # the tier's write rate is used up
-    NO_PARENT = "no_parent"  # the parent is not, or no longer, stored
+    NO_PARENT = "no_parent"  # what it hangs on (its parent, its base) is not, or no longer, stored
     TIER_OFF = "tier_off"  # the tier failed or is read-only
     CLOSED = "closed"  # the store is shutting down
     BELOW_GATE = "below_gate"  # shorter than the policy's minimum

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,10 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Pin:
-    """One pinned path: the name of its last node, and when it ends (None: never)."""
+    """One pinned path: the name of its last node, when it ends (None: never), and its share.
+
+    `share`: at most this part of a tier may be taken by pins of this share or a smaller one.
+    """
 
     name: bytes
     until: float | None
+    share: float = 1.0
 
 
 class PinBoard:
@@ -35,10 +40,10 @@ class PinBoard:
     def __len__(self) -> int:
         return len(self._pins)
 
-    def put(self, key: Hashable, name: bytes, ttl_s: float | None = None) -> None:
+    def put(self, key: Hashable, name: bytes, ttl_s: float | None = None, share: float = 1.0) -> None:
         """Pin a path under `key`, replacing what that key pinned before."""
         until = None if ttl_s is None else self._clock() + ttl_s
-        self._pins[key] = Pin(name, until)
+        self._pins[key] = Pin(name, until, share)
         self._pins.move_to_end(key)
 
     def remove(self, key: Hashable) -> bool:
@@ -69,11 +74,15 @@ class PinBoard:
             del self._pins[key]
         return len(keys)
 
-    def shrink(self, fits: Callable[[list[bytes]], bool]) -> int:
-        """Unpin least recently used paths until `fits(remaining names)`; returns and counts how many."""
-        n = 0
-        while self._pins and not fits(self.names()):
-            self._pins.popitem(last=False)
+    def shrink(self, fits: Callable[[list[bytes]], bool], share: float = 1.0) -> int:
+        """Unpin least recently used paths until `fits(remaining names)`; returns and counts how many.
+
+        Only pins of this `share` or a smaller one are looked at.
+        """
+        self.expire()
+        n, keys = 0, [key for key, pin in self._pins.items() if pin.share <= share]
+        while n < len(keys) and not fits([self._pins[key].name for key in keys[n:]]):
+            del self._pins[keys[n]]
             n += 1
         self.n_forced += n
         return n
@@ -97,13 +106,15 @@ class Pins(PinBoard):
     ) -> bool:
         """Pin the path to a node; False if it alone is over the pin budget, or gone. Others give way.
 
-        `fraction`: the share of a tier that pins may take, if it is not the store's.
+        `fraction`: the share of a tier that this pin and those of a smaller share may take together, if it is
+        not the store's. So who may pin little takes nothing from who may pin much.
         """
         share = self._fraction if fraction is None else fraction
         if self._tree.find(name) is None or not self._fit([name], share):
             return False
-        self.put(key, name, ttl_s)
-        self.shrink(lambda names: self._fit(names, share))
+        self.put(key, name, ttl_s, share)
+        for limit in sorted({pin.share for _, pin in self.items() if pin.share >= share}):
+            self.shrink(partial(self._fit, share=limit), limit)
         return True
 
     def protected(self) -> set[int]:

@@ -4,6 +4,7 @@ Rule 1 (closure): a base leaves only when nothing hangs behind its node, and the
        children never does. So tiers lose suffixes, never heads; a node that loses its base goes whole.
 Rule 2: what is leased, being written or already doomed stays.
 Rule 3: nothing is evicted for a newcomer that is worth less than what would go.
+Rule 4: an empty base only holds the path to what hangs on it. With nothing on it, it goes first.
 
 Order: window parts and states away from anchors, least recently used first; then by seconds of prefill saved
 per byte × reuse; pinned and live paths last, and only where the caller insists. In RAM a copy of what a file
@@ -33,6 +34,7 @@ READ_S_PER_BYTE: Final = 1e-9  # about 1 GB/s from a file, checksum included
 RESUME_SPAN: Final = 2048  # tokens that a window part or state at an anchor saves, against the anchor before
 HEADROOM: Final = 0.01  # free a little more than asked, so that a full tier is not planned anew for each save
 _CLASS: Final = 1e6  # classes are further apart than any score
+_LAST: Final = 3 * _CLASS - 1  # behind everything that is not protected
 _SLICE: Final = 256
 _NOTHING: Final[frozenset[int]] = frozenset()
 
@@ -111,7 +113,7 @@ class _Planner:
         c = tree.parts.columns()
         here = c["hot"] == 1 if want.slot == RAM else c["home"] == want.slot
         leaf = (np.array(tree.by_tokens.roots, np.int32) == 0)[c["node"]]
-        n_parts = np.bincount(c["node"], minlength=len(tree.parent))[c["node"]]
+        n_parts = self._n_parts()[c["node"]]
         free = leaf | ((c["kind"] != PartKind.BASE) & (n_parts > 1))
         if want.slot == RAM:
             copies = c["home"] != RAM
@@ -126,6 +128,11 @@ class _Planner:
         order = np.argsort(keys, kind="stable")
         return keys[order].tolist(), rows[order].tolist()
 
+    def _n_parts(self) -> NDArray[np.int64]:
+        """How many parts each node has."""
+        tree = self._tree
+        return np.bincount(np.array(tree.parts.node, np.int32), minlength=len(tree.parent))
+
     def _keys(self, c: dict[str, NDArray[Any]]) -> NDArray[np.float64]:
         """The eviction key of many parts; smaller goes first. `_key` is the same for one."""
         want, node = self._want, c["node"]
@@ -139,7 +146,10 @@ class _Planner:
         seconds = np.where(is_base, want.cost.seconds(start, n), want.cost.seconds(end - span, span))
         keys = 2 * _CLASS + np.minimum(seconds / size * again, _CLASS / 2)
         beside = (c["kind"] == PartKind.WINDOW) | (c["kind"] == PartKind.STATE)
-        keys = np.where(beside & (c["anchor"] == 0), _CLASS + c["used"].astype(np.float64) / 2**32, keys)
+        empty, lone = is_base & (c["size"] == 0), self._n_parts()[node] == 1
+        keys = np.where(empty, _LAST, keys)
+        loose = (beside & (c["anchor"] == 0)) | (empty & lone)
+        keys = np.where(loose, _CLASS + c["used"].astype(np.float64) / 2**32, keys)
         if want.slot == RAM:
             keys = np.where(c["home"] != RAM, 2 * _CLASS + READ_S_PER_BYTE * again, keys)
         if want.protected:
@@ -154,8 +164,10 @@ class _Planner:
         again = float(reuse(parts.hits[part], want.now - parts.used[part]))
         if want.slot == RAM and parts.home[part] != RAM:
             key = 2 * _CLASS + READ_S_PER_BYTE * again
-        elif kind in (PartKind.WINDOW, PartKind.STATE) and not parts.anchor[part]:
+        elif self._is_loose(part, kind):
             key = _CLASS + parts.used[part] / 2**32
+        elif kind is PartKind.BASE and not parts.size[part]:
+            key = _LAST  # it goes with what hangs on it
         else:
             start, n, end = tree.start[node], tree.n_tokens[node], tree.end(node)
             if kind is not PartKind.BASE:
@@ -164,6 +176,16 @@ class _Planner:
             seconds = float(want.cost.seconds(start, n))
             key = 2 * _CLASS + min(seconds / max(parts.size[part], 1) * again, _CLASS / 2)
         return key + 2 * _CLASS if node in want.protected else key
+
+    def _is_loose(self, part: int, kind: PartKind) -> bool:
+        """Whether a part is worth nothing but its recency: beside a base and no anchor, or an empty path."""
+        parts = self._tree.parts
+        if kind is PartKind.BASE:
+            return not parts.size[part] and len(self._left(parts.node[part])) == 1
+        return kind in (PartKind.WINDOW, PartKind.STATE) and not parts.anchor[part]
+
+    def _left(self, node: int) -> list[int]:
+        return [row for row in self._tree.part_rows(node) if row not in self._gone_parts]
 
     def _limit(self) -> float:
         want = self._want
@@ -198,14 +220,19 @@ class _Planner:
 
     def _unit(self, node: int, part: int) -> list[int]:
         """What goes with `part`: everything, if the node cannot live without it; [] if it must stay."""
-        tree = self._tree
-        left = [row for row in tree.part_rows(node) if row not in self._gone_parts]
-        if not tree.parts.is_base(part) and len(left) > 1:
+        tree, left = self._tree, self._left(node)
+        beside = not tree.parts.is_base(part) and len(left) > 1
+        if beside and not self._holds_nothing([row for row in left if row != part]):
             return [part]
         if not self._is_leaf(node) or any(row in self._want.locked for row in left):
-            return []
+            return [part] if beside else []
         self._gone_nodes.add(node)
         return sorted(left, key=tree.parts.is_base)
+
+    def _holds_nothing(self, left: list[int]) -> bool:
+        """Whether all that is left of a node is an empty base."""
+        parts = self._tree.parts
+        return len(left) == 1 and parts.is_base(left[0]) and not parts.size[left[0]]
 
     def _is_leaf(self, node: int) -> bool:
         if self._tree.is_leaf(node):

@@ -105,7 +105,7 @@ def _read_entry(root: Root, entry: Entry, part: PartId, result: Scan, now: float
             _reject(result, entry.name, damage.what)
         return
     except OSError as broken:
-        log.warning("%s cannot be read: %s", entry.name, broken)
+        log.warning("%s cannot be read: %s", entry.name, str(broken))  # a record pins no frames
         _reject(result, entry.name, "unreadable")
         return
     result.found.append(

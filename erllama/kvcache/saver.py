@@ -16,7 +16,7 @@ from .tiers import RAM_TIER
 from .trie import NeedKey
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from .arena import Buffer
     from .lookuplog import LookupLog
@@ -167,17 +167,13 @@ class Saver:
         """Put parts that are new into RAM and queue them for their file tier. No awaits."""
         catalog = self._catalog
         new = {kind: buffer for kind, buffer in buffers.items() if not catalog.tree.part(row, kind)}
-        parent = catalog.tree.parent[row]
-        if (
-            PartKind.BASE in new
-            and catalog.tree.parent[parent]
-            and not catalog.tree.part(parent, PartKind.BASE)
-        ):
+        if not self._hangs_together(row, new):
             self._drop_if_empty(row)
-            return self._refuse(meta, Refusal.NO_PARENT)  # a base behind a hole could not be restored
+            return self._refuse(meta, Refusal.NO_PARENT)
         self._revive(row, meta, buffers)
         catalog.set_private(row, private=draft.private)
         catalog.prolong(row, meta.expires_ns)
+        catalog.join(row, meta, adds_part=False)
         state, refusal = self._target(row, tier)
         n_bytes = sum(buffer.n_bytes for buffer in new.values())
         if state is not None and not new and not catalog.is_ram_only(row):
@@ -202,6 +198,15 @@ class Saver:
             self._counters.refusals[refusal] += 1
         self._room.fit()
         return Saved(name=meta.name, stored=True, jobs=tuple(jobs), refusal=refusal)
+
+    def _hangs_together(self, row: int, new: Collection[PartKind]) -> bool:
+        """Whether parts could be restored: no base behind a hole, no window or state without its base."""
+        tree = self._catalog.tree
+        parent = tree.parent[row]
+        if PartKind.BASE in new:
+            return not tree.parent[parent] or tree.part(parent, PartKind.BASE) != 0
+        beside = PartKind.WINDOW in new or PartKind.STATE in new
+        return not beside or tree.part(row, PartKind.BASE) != 0
 
     def _revive(self, row: int, meta: NodeMeta, buffers: dict[PartKind, Buffer]) -> None:
         """Parts whose tier is off are there but cannot be read: what was just computed serves meanwhile."""

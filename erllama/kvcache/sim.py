@@ -7,6 +7,7 @@ budget the simulation does exactly what the store did.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -121,18 +122,23 @@ class Simulation:
     ) -> None:
         self._now = at
         text, kind, payload_bytes, file_bytes, provenance, reason, flags = facts
-        meta = self._metas.get(name) or NodeMeta(
-            name=name,
-            parent=parent,
-            identity=self._spaces[space],
-            start=start,
-            tokens=np.frombuffer(ids, "<i4"),
-            text=text,
-            provenance=Provenance(provenance),
-            reason=SaveReason(reason),
-            flags=NodeFlag(flags),
+        known = self._metas.get(name)
+        meta = (
+            dataclasses.replace(known, flags=NodeFlag(flags))
+            if known
+            else NodeMeta(
+                name=name,
+                parent=parent,
+                identity=self._spaces[space],
+                start=start,
+                tokens=np.frombuffer(ids, "<i4"),
+                text=text,
+                provenance=Provenance(provenance),
+                reason=SaveReason(reason),
+                flags=NodeFlag(flags),
+            )
         )
-        self._metas[name] = meta
+        self._metas.setdefault(name, meta)
         part = FoundPart(
             meta=meta, kind=PartKind(kind), payload_bytes=payload_bytes, file_bytes=file_bytes, mtime=at
         )

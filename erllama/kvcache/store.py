@@ -22,13 +22,14 @@ from .arena import Arena
 from .catalog import Catalog
 from .check import Finding, check_store
 from .evictor import Evictor
+from .files import NO_SPACE
 from .filetier import FileTier
 from .finder import Finder
 from .header import Damaged
 from .kinds import PartKind
 from .loader import Loader
 from .lookuplog import LookupLog
-from .match import Lease, Match
+from .match import Lease, Match, MatchedNode
 from .options import StoreOptions
 from .report import dump_nodes, store_statistics, tier_statistics
 from .room import RamRoom
@@ -122,6 +123,10 @@ class KvStore:
         """Tokens and bytes of the longest stored beginning, in whole nodes. A plain read, without I/O."""
         return self._finder.peek(identity, prompt)
 
+    def path(self, identity: Identity, prompt: Prompt) -> list[MatchedNode]:
+        """The whole nodes that a prompt begins with and their parts. A plain read, without I/O."""
+        return self._finder.path(identity, prompt)
+
     def lease(self, match: Match) -> Lease:
         """Hold a match's nodes while they are read: `with store.lease(match) as lease: …`."""
         return Lease(self._catalog, self._loader, match)
@@ -192,7 +197,8 @@ class KvStore:
         """Keep the path to a node from eviction; False if that is over the pin budget or the node is gone.
 
         `key` names the pin for `unpin` (default: the node's name); the oldest pins give way to new ones.
-        `fraction`: the share of a tier that pins may take, if it is not the store's.
+        `fraction`: the share of a tier that pins of this share or a smaller one may take, if it is not the
+        store's.
         """
         chosen = ("user", name if key is None else key)
         return self._catalog.pins.pin(chosen, name, ttl_s=ttl_s, fraction=fraction)
@@ -212,6 +218,13 @@ class KvStore:
         """Pin what a live sequence stands on; replaces the owner's former one. None: release it."""
         self._catalog.pins.remove(("live", owner))
         return name is None or self._catalog.pins.pin(("live", owner), name)
+
+    def set_anchor(self, name: bytes) -> bool:
+        """Its window parts and state are evicted last from now on; False if the node is gone.
+
+        A save with `anchor` does the same. In a file that is there already nothing changes.
+        """
+        return self._catalog.set_anchor(name)
 
     # --- making room ------------------------------------------------------------------------------
 
@@ -306,7 +319,8 @@ class KvStore:
                 await self._run(state.tier.touch, self._catalog.take_touched(state.slot))
                 await self._run(state.tier.write_journal, self._catalog.hits_on(state.slot))
             except OSError as broken:
-                self._tiers.fail(state, broken)
+                if broken.errno not in NO_SPACE:  # then the counts have to wait; the tier still serves
+                    self._tiers.fail(state, broken)
         await self._write_lookups()
 
     async def _write_lookups(self) -> None:
@@ -315,7 +329,7 @@ class KvStore:
         try:
             await self._run(self._log.write, self._log.take())
         except OSError as broken:
-            log.warning("look-up log switched off: %s", broken)
+            log.warning("look-up log switched off: %s", str(broken))
             self._log = None
 
     async def check(self, *, fix: bool = False) -> list[Finding]:

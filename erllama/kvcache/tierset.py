@@ -177,7 +177,7 @@ class TierSet:
         state.retry_at = trio.current_time() + wait
         self._counters.tier_failures += 1
         self._catalog.off.add(state.slot)
-        log.warning("tier %s switched off, next try in %.0f s: %s", state.tier.name, wait, error)
+        log.warning("tier %s switched off, next try in %.0f s: %s", state.tier.name, wait, str(error))
 
     async def heal(self) -> None:
         """Try tiers whose waiting time is over."""
@@ -215,7 +215,7 @@ class TierSet:
                 self.discard(f for f in catalog.drop_part(part) if f.slot != state.slot)
         self._counters.rejected += found.rejected
         self._counters.orphans += len(found.orphans)
-        heads: dict[bytes, NodeMeta] = {item.meta.name: item.meta for item in found.found}
+        heads: dict[bytes, NodeMeta] = {item.meta.name: item.meta for item in reversed(found.found)}
         trash = {(ref.name, ref.kind) for ref in self._trash if ref.slot == state.slot}
         for i, item in enumerate(found.found):
             if item.id in trash:
@@ -241,7 +241,7 @@ class TierSet:
             if meta is not None:
                 return meta
             for part in catalog.tree.part_rows(row):
-                if part in catalog.ram:
+                if part in catalog.ram and catalog.tree.bytes_match(row, catalog.ram[part].meta.text):
                     return catalog.ram[part].meta
             raise NeedKey(row)
 
@@ -258,8 +258,11 @@ class TierSet:
             slot, kind = catalog.tree.parts.home[part], catalog.tree.parts.kind(part)
             state = self._states[slot]
             try:
-                _, heads[name] = await self._run(state.tier.read_head, name, kind)
-                return True
+                _, meta = await self._run(state.tier.read_head, name, kind)
+                row_now = catalog.tree.find(name)
+                if row_now is not None and catalog.tree.bytes_match(row_now, meta.text):
+                    heads[name] = meta
+                    return True
             except Damaged as damage:
                 now = catalog.part_of((name, kind))
                 if now and now not in catalog.doomed:  # otherwise it was evicted while we read
@@ -280,9 +283,8 @@ class TierSet:
         """
         catalog, (name, kind) = self._catalog, ref
         self._counters.damage[damage.what] += 1
-        log.warning(
-            "part %s %s is damaged: %s", name.hex()[:16], kind.name, str(damage)
-        )  # a record pins no frames
+        # As text: a record that kept the exception would keep its frames, and with them a buffer.
+        log.warning("part %s %s is damaged: %s", name.hex()[:16], kind.name, str(damage))
         part = catalog.part_of(ref)
         if part:
             for file in catalog.drop_part(part):

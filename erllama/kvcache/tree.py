@@ -221,6 +221,16 @@ class Tree:
         bits = self._info[row]
         self._info[row] = bits | flag << 5 if on else bits & ~(flag << 5)
 
+    def set_anchor(self, row: int) -> None:
+        """The node is an anchor from now on, with every part it has."""
+        self.set_flag(row, NodeFlag.ANCHOR, on=True)
+        for part in self.part_rows(row):
+            self.parts.anchor[part] = 1
+
+    def set_provenance(self, row: int, provenance: Provenance) -> None:
+        """How the node was computed, all its parts considered."""
+        self._info[row] = self._info[row] & ~3 | provenance
+
     def add_part(self, row: int, kind: PartKind, size: int, home: int, used: int) -> int:
         """Add a part the node does not have yet; returns its part row."""
         assert not self.part(row, kind)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from .catalog import FileRef
-from .files import NO_SPACE, READ_ONLY
+from .files import NO_SPACE, READ_ONLY, TOO_LARGE
 from .kinds import Refusal
 from .parts import RAM
 from .publish import Outcome, Outgoing
@@ -253,9 +253,12 @@ class Writer:
                 return Refusal.TOO_LARGE if len(outgoing) == 1 else Refusal.NO_ROOM
             made = may_evict and await self._evictor.make_room(state, n_bytes, ceiling=ceiling)
             return None if made else Refusal.NO_ROOM
+        if error.errno in TOO_LARGE and len(outgoing) == 1:
+            return Refusal.TOO_LARGE
         state.tier.root.distrust()  # some may have been linked before the error: the next look adopts them
         if error.errno in NO_SPACE:
             # The device is full before the budget is: evict as much as we want to write, once.
+            may_evict &= error.errno not in TOO_LARGE
             evicted = await self._evictor.evict(state, n_bytes, force=False) if may_evict else (0, 0)
             return None if evicted[0] else Refusal.NO_ROOM
         state.tier.root.read_only |= error.errno in READ_ONLY

@@ -33,6 +33,7 @@ class Memory:
         self._context = context
         self._lib = context.lib
         self._ptr = ptr  # owned by the context
+        self._n_emptied = [0] * context.n_seq_max
 
     def rm(self, seq_id: int, p0: int = -1, p1: int = -1) -> bool:
         """Forget a range; False (and unchanged) where a partial range cannot be removed.
@@ -42,6 +43,7 @@ class Memory:
         self._check(seq_id)
         _check_range(p0, p1)
         with self._context.handle:
+            self._n_emptied[seq_id] += whole(p0, p1)
             return bool(self._lib.memory_seq_rm(self._ptr, seq_id, p0, p1))
 
     def cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
@@ -83,12 +85,19 @@ class Memory:
         """Forget every sequence but this one."""
         self._check(seq_id)
         with self._context.handle:
+            self._n_emptied = [n + (other != seq_id) for other, n in enumerate(self._n_emptied)]
             self._lib.memory_seq_keep(self._ptr, seq_id)
 
     def clear(self, data: bool = True) -> None:
         """Forget everything; with `data` the buffers are zeroed too."""
         with self._context.handle:
+            self._n_emptied = [n + 1 for n in self._n_emptied]
             self._lib.memory_clear(self._ptr, data)
+
+    def n_emptied(self, seq_id: int) -> int:
+        """How often everything of a sequence was forgotten: what was known of it before is void."""
+        self._check(seq_id)
+        return self._n_emptied[seq_id]
 
     def pos_min(self, seq_id: int) -> int:
         """The first position held, -1 for an empty sequence; above 0 in window memory."""

@@ -1,6 +1,7 @@
 """What kind of memory a context has, without trying what would abort the process.
 
-No memory: embeddings only. Recurrent or hybrid: the model says so. Else two tokens are decoded and one
+No memory: embeddings only. Recurrent or hybrid: the model says so, except for one that says hybrid and
+aborts on ranged copies. Else two tokens are decoded and one
 is cut: a memory that refuses can only be kept whole; one that allows it is dense, or has windows.
 """
 
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from .context import Context
 
 
+# llama-kv-cache-dsv4.cpp: `seq_cp` asserts on a range; llama_model_is_hybrid says true all the same.
+NO_RANGES = frozenset({"deepseek4"})
+
+
 def find_memory_kind(context: Context) -> MemoryKind:
     """The kind, by decision table; found once per model and layout of its cache.
 
@@ -28,7 +33,7 @@ def find_memory_kind(context: Context) -> MemoryKind:
     if facts.is_recurrent:
         return MemoryKind.RECURRENT
     if facts.is_hybrid:
-        return MemoryKind.HYBRID
+        return MemoryKind.WHOLE if facts.architecture in NO_RANGES else MemoryKind.HYBRID
     layout = (context.params.kv_unified, context.params.swa_full)
     known = context.model.memory_kinds
     if layout not in known:

@@ -192,6 +192,7 @@ class ModelChat:
                     params.prompt_ids,
                     resolved,
                     self._buffer_events,
+                    is_text=True,
                     guide=guide,
                     translate=translator,
                 ) as events:

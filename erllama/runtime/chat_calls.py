@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from erllama.chat.options import ChatOptions, Reasoning
 from erllama.engine.purpose import Purpose
+from erllama.errors import InvalidOption
 from erllama.options import GenerationOptions
 
 from .block import Block
@@ -32,7 +33,12 @@ class ChatCalls:
         raise NotImplementedError
 
     async def _prefill(
-        self, prompt_ids: list[int], options: GenerationOptions, purpose: Purpose
+        self,
+        prompt_ids: list[int],
+        options: GenerationOptions,
+        purpose: Purpose,
+        *,
+        is_text: bool = False,
     ) -> Prefilled:
         raise NotImplementedError
 
@@ -98,6 +104,11 @@ class ChatCalls:
         return Block(inner, "async with model.chat_stream(…) as events")
 
     def _generation(self, given: Mapping[str, Any]) -> GenerationOptions:
+        if "thinking" in given:
+            raise InvalidOption(
+                "chat has no thinking=: the template decides; say reasoning='off' to ask for none",
+                detail={"key": "thinking", "value": given["thinking"]},
+            )
         return GenerationOptions(**{"max_tokens": self._n_ctx(), **given})
 
     async def render_chat_template(self, messages: Sequence[Message], **options: Any) -> list[int]:
@@ -135,7 +146,7 @@ class ChatCalls:
         """
         params = await self.chat_apply(messages, **options)
         generation = GenerationOptions(session_id=session_id, on_full=on_full)
-        return await self._prefill(params.prompt_ids, generation, Purpose.PREFILL)
+        return await self._prefill(params.prompt_ids, generation, Purpose.PREFILL, is_text=True)
 
     def chat_purge(self) -> bool:
         """Forget the model's parsed chat template; False if it was not kept."""

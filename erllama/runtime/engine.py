@@ -14,6 +14,7 @@ import trio
 
 from erllama.chat.templates import TemplateCache
 from erllama.engine.cache_link import CacheLink
+from erllama.engine.cold import cold_shape_hash
 from erllama.engine.handle import Handle
 from erllama.engine.home import current_home, require_home
 from erllama.errors import (
@@ -102,6 +103,8 @@ class Engine:
         chat_template: str | None = None,
         thinking_markers: Sequence[str] | None = None,
         progress: Callable[[float], None] | None = None,
+        exact: Literal["session", "cold"] = "session",
+        deterministic: bool = False,
         **unknown: Never,
     ) -> Model:
         """Load a GGUF file and start serving it.
@@ -110,6 +113,11 @@ class Engine:
 
         `chat_template` (Jinja) takes the place of the file's own. `thinking_markers` are the texts that begin
         and end thinking, for streams of raw prompts with `thinking=True`.
+
+        `exact`: what requests get that do not say. "session": the answer of the same engine had it never
+        dropped anything; "cold": bit for bit that of a fresh context, which means one request at a time.
+        `deterministic`: no request may say otherwise, so the same prompt and seed give the same bits whatever
+        else is asked.
 
         `progress` gets fractions from 0 to 1 in the trio thread. `backend` may be an object of one's own
         that implements `erllama.backend.Backend`; it needs no path.
@@ -143,6 +151,11 @@ class Engine:
         asked = context or ContextOptions()
         context_options = asked.resolved()
         self._check_tier(tier)
+        if exact not in ("session", "cold"):
+            raise InvalidOption(
+                f"load_model: exact={exact!r}: expected 'session' or 'cold'",
+                detail={"key": "exact", "value": exact},
+            )
         made, file = _make_backend(path, backend, model or ModelOptions(), asked)
         model_id = self._claim_id(model_id, file)
         try:
@@ -153,7 +166,9 @@ class Engine:
                 progress,
                 lambda facts: self._link(made, facts, policy or SavePolicy(), tier),
                 self.config.evict_save_timeout_s,
+                "cold" if deterministic else exact,
             )
+            handle.deterministic = deterministic
             if self._closed:  # meanwhile
                 handle.stop()
                 await handle.serve()
@@ -185,8 +200,15 @@ class Engine:
         pieces: Callable[[Sequence[int]], list[bytes]] = getattr(
             backend, "key_pieces", lambda tokens: [b""] * len(tokens)
         )
-        identity = Identity(shape_hash=facts.shape_hash, n_ctx=facts.n_ctx)
-        return CacheLink(store=self.cache.store, identity=identity, policy=policy, tier=tier, pieces=pieces)
+        return CacheLink(
+            store=self.cache.store,
+            identity=Identity(shape_hash=facts.shape_hash, n_ctx=facts.n_ctx),
+            cold_identity=Identity(shape_hash=cold_shape_hash(facts), n_ctx=facts.n_ctx),
+            policy=policy,
+            tier=tier,
+            pieces=pieces,
+            tokenize=getattr(backend, "tokenize", None) if hasattr(backend, "key_pieces") else None,
+        )
 
     def _claim_id(self, model_id: str | None, file: str | None) -> str:
         if model_id is None:
@@ -312,6 +334,7 @@ def _unknown_argument(name: str) -> UnknownOption:
     known = (
         *("path", "model_id", "model", "context", "policy", "tier", "backend", "progress"),
         *("chat_template", "thinking_markers"),
+        *("exact", "deterministic"),
     )
     return unknown_option(name, known, where="load_model")
 

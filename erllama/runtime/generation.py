@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
 
-class Continuation(TypedDict, total=False):
+class Sampling(TypedDict, total=False):
     """See `erllama.options.GenerationOptions` for meaning, range and default of each."""
 
     max_tokens: int
@@ -21,7 +21,6 @@ class Continuation(TypedDict, total=False):
     grammar: str | None
     grammar_first: bool
     json_schema: Mapping[str, Any] | None
-    thinking: bool
     thinking_budget_tokens: int | None
     stop: str | Sequence[str]
     logit_bias: Mapping[int, float] | None
@@ -29,28 +28,18 @@ class Continuation(TypedDict, total=False):
     on_full: Literal["block", "error"]
     cache: Literal["on", "read", "off"]
     prefix_checkpoint_len: int | None
+    exact: Literal["session", "cold"] | None
 
 
-class ChatGeneration(TypedDict, total=False):
+class Continuation(Sampling, total=False):
+    """The same, for prompts that are nobody's template's."""
+
+    thinking: bool
+
+
+class ChatGeneration(Sampling, total=False):
     """The same for an answer of `chat`, whose thinking is its template's matter."""
 
-    max_tokens: int
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    repetition_penalty: float | None
-    seed: int | None
-    grammar: str | None
-    grammar_first: bool
-    json_schema: Mapping[str, Any] | None
-    thinking_budget_tokens: int | None
-    stop: str | Sequence[str]
-    logit_bias: Mapping[int, float] | None
-    logprobs: int | None
-    on_full: Literal["block", "error"]
-    cache: Literal["on", "read", "off"]
-    prefix_checkpoint_len: int | None
     session_id: Hashable
     parent_key: bytes | None
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from erllama.types import CacheHit
+    from erllama.types import CacheHit, Exactness
 
 Phase = Literal["idle", "prefilling", "generating"]
 
@@ -18,7 +18,8 @@ class ModelInfo:
     """One loaded model. `details` holds what its backend tells: architecture, sizes, memory, build.
 
     `available_seqs` sequences are free, `pinned_idle_seqs` are held for sessions and are taken back when
-    nothing else is free; the others run.
+    nothing else is free; the others run. `parts`: what of its memory is kept ("base", "window", "state"; none
+    where nothing is, `details["not_kept"]` says why).
     `vram_estimate_bytes`: weights, KV and compute buffers together, wherever they are.
     """
 
@@ -34,6 +35,8 @@ class ModelInfo:
     memory_kind: str
     status: Literal["loaded", "stopping"]
     quant_tag: str
+    exactness: Exactness
+    parts: tuple[str, ...]
     vram_estimate_bytes: int
     loaded_at_monotonic: float
     details: Mapping[str, Any]

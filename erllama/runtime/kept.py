@@ -45,7 +45,8 @@ class Pins:
         await self._actor.wait_saved()
         match = await self._cache.store.find(self._cache.identity, Prompt.of(prompt_ids))
         key = self._key(prompt_ids)
-        if not match.nodes or not self._cache.store.pin(match.tip, key=key, ttl_s=ttl_s):
+        fraction = self._cache.policy.pin_fraction
+        if not match.nodes or not self._cache.store.pin(match.tip, key=key, ttl_s=ttl_s, fraction=fraction):
             return 0
         return match.n_tokens
 
@@ -60,8 +61,5 @@ class Pins:
 
 def cached_bytes(handle: Handle, ids: list[int]) -> int:
     """Bytes of text of the longest beginning of `ids` that a live sequence or the store holds."""
-    actor, n = handle.actor, handle.actor.n_live(ids)
-    if actor.cache is not None and handle.facts.layout is not None:
-        n = max(n, actor.cache.store.peek(actor.cache.identity, Prompt.of(ids))[0])
     detokenize: Callable[[Sequence[int]], bytes] = handle.optional("detokenize")
-    return len(detokenize(ids[:n]))
+    return len(detokenize(ids[: handle.actor.n_kept(ids)]))

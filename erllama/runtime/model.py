@@ -23,7 +23,7 @@ from erllama.errors import (
     NotLoaded,
 )
 from erllama.options import GenerationOptions
-from erllama.types import CacheHit, Completion, Done, Event, Prefilled
+from erllama.types import CacheHit, Completion, Done, Event, Exactness, Prefilled
 
 from .block import Block
 from .chat_calls import ChatCalls
@@ -111,6 +111,7 @@ class Model(ChatCalls):
             prompt_ids,
             options,
             self._buffer_events,
+            is_text=isinstance(prompt, str),
             guide=None if thinking is None else thinking.guide(handle),
             translate=None if thinking is None else thinking.translator(options.thinking_budget_tokens),
         ) as events:
@@ -153,10 +154,17 @@ class Model(ChatCalls):
         return await self._prefill(await self._prompt_ids(prompt), options, Purpose.PREFILL)
 
     async def _prefill(
-        self, prompt_ids: list[int], options: GenerationOptions, purpose: Purpose
+        self,
+        prompt_ids: list[int],
+        options: GenerationOptions,
+        purpose: Purpose,
+        *,
+        is_text: bool = False,
     ) -> Prefilled:
         handle = self._live()
-        async with open_stream(handle, prompt_ids, options, self._buffer_events, purpose) as events:
+        async with open_stream(
+            handle, prompt_ids, options, self._buffer_events, purpose, is_text=is_text
+        ) as events:
             done = await collect(events)
         return Prefilled(
             context_tokens=done.context_tokens,
@@ -402,6 +410,13 @@ class Model(ChatCalls):
             memory_kind=handle.facts.memory_kind.value,
             status="stopping" if handle.stopping else "loaded",
             quant_tag=handle.facts.quant_tag,
+            exactness=Exactness(
+                cold=handle.actor.cold.holds,
+                reason=handle.actor.cold.reason,
+                default=handle.exact,
+                deterministic=handle.deterministic,
+            ),
+            parts=() if handle.facts.layout is None else handle.facts.layout.parts,
             vram_estimate_bytes=handle.facts.memory_bytes,
             loaded_at_monotonic=handle.loaded_at,
             details=dict(handle.facts.details),

@@ -2,8 +2,9 @@
 
 Its vocabulary is the 256 bytes, an end-of-generation token and a control token, so any text is its
 own tokens. The next token is a hash of every token that *memory* holds for the sequence, position by
-position, of the sampler's parameters and of how often that sampler has drawn: a wrong slot, a stale
-cell, a swapped sampler or a missed restore each change the answer.
+position and part by part (`fake_memory`), of the sampler's parameters and of how often that sampler has
+drawn: a wrong slot, a stale cell, a swapped sampler or a missed restore each change the answer. With the
+same history in memory, every kind of memory gives the same one.
 
 A `script` makes it say something definite instead: it maps the prompt's text to the ids to generate,
 followed by end of generation.
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ from erllama.backend import (
     BackendFacts,
     Layout,
     MemoryKind,
+    PartKind,
     Row,
     Sampled,
     SamplingParams,
@@ -29,18 +30,16 @@ from erllama.backend import (
     StepResult,
     StepStatus,
 )
-from erllama.errors import InvalidContent, InvalidGrammar
+from erllama.errors import InvalidContent, InvalidGrammar, InvalidOption
 from erllama.types import TokenLogprob
 
-_CELL = struct.Struct("<ii")  # position, token
+from .fake_memory import LAYOUTS, FakeMemory, State
+from .fake_memory import Cell as Cell  # what `memory` consists of
+
 EOG = 256  # ends a generation
 CONTROL = 257  # shows nothing
 N_VOCAB = 258
 SPECIAL: Mapping[str, list[int]] = {"<eog>": [EOG], "<control>": [CONTROL]}
-
-
-class Cell(int):
-    """A token in memory. Equal tokens may be different cells; a shared prefix is the same ones."""
 
 
 Script = Callable[[str], Sequence[int]]
@@ -69,7 +68,8 @@ class FakeBackend:
 
     `step_delay_s` passes in every step: on the mock clock when `threaded` is False (calls run inline in
     the trio thread), for real otherwise, where `abort` ends it early. `before_step` sees each step first
-    and may return a `StepResult` to answer instead, or raise.
+    and may return a `StepResult` to answer instead, or raise. `window` is how far back WINDOW memory looks
+    (0 there: 64).
     """
 
     n_ctx: int = 4096
@@ -77,6 +77,7 @@ class FakeBackend:
     n_batch: int = 512
     n_slots: int = 1
     memory_kind: MemoryKind = MemoryKind.DENSE
+    window: int = 0
     streams_separate: bool = False
     threaded: bool = False
     step_delay_s: float = 0.0
@@ -84,14 +85,20 @@ class FakeBackend:
     before_step: Callable[[Step], StepResult | None] | None = None
 
     steps: list[Step] = field(default_factory=list, init=False)
-    memory: dict[int, dict[int, int]] = field(default_factory=dict, init=False)
+    slots: dict[int, FakeMemory] = field(default_factory=dict, init=False)
     live_samplers: set[FakeSampler] = field(default_factory=set, init=False)
     n_opened: int = field(default=0, init=False)
     n_rebuilt: int = field(default=0, init=False)
     is_open: bool = field(default=False, init=False)
     _abort: threading.Event = field(default_factory=threading.Event, init=False)
+    _before: dict[State, tuple[State, tuple[int, ...]]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
+        is_window = self.memory_kind is MemoryKind.WINDOW
+        if self.window < 0 or (self.window and not is_window):
+            raise InvalidOption(f"window={self.window}: {self.memory_kind.value} memory has none")
+        self.window = (self.window or 64) if is_window else 0
+        self._layout = Layout(window=self.window) if is_window else LAYOUTS.get(self.memory_kind, Layout())
         if self.threaded:
             self.inline_delay_s: Callable[[], float] | None = None
         else:
@@ -111,14 +118,25 @@ class FakeBackend:
             n_vocab=N_VOCAB,
             memory_kind=self.memory_kind,
             streams_separate=self.streams_separate,
-            shape_hash=b"FakeBackend",
-            layout=Layout() if self.memory_kind is MemoryKind.DENSE and not self.streams_separate else None,
+            shape_hash=f"FakeBackend {self.memory_kind.value} {self.window}".encode(),
+            layout=self._layout if self._is_kept else None,
         )
+
+    @property
+    def _is_kept(self) -> bool:
+        return not self.streams_separate and (
+            self.memory_kind in LAYOUTS or self.memory_kind is MemoryKind.WINDOW
+        )
+
+    @property
+    def memory(self) -> dict[int, dict[int, int]]:
+        """Base cells by slot: token by position."""
+        return {slot: dict(held.cells) for slot, held in self.slots.items()}
 
     def close(self) -> None:
         """See `Backend.close`."""
         self.is_open = False
-        self.memory.clear()
+        self.slots.clear()
 
     def step(self, step: Step) -> StepResult:
         """Check what llama.cpp would assert on, then compute."""
@@ -136,60 +154,80 @@ class FakeBackend:
             return StepResult(status=StepStatus.NO_ROOM, rc=1)
         for row in step.rows:
             self._remember(row)
+        for row in step.rows:
+            self.slots[row.slot].forget()
         sampled = tuple(self._draw(row) if row.sampler is not None else None for row in step.rows)
         return StepResult(status=StepStatus.OK, sampled=sampled, compute_s=self.step_delay_s)
 
     def cut(self, slot: int, n_keep: int) -> bool:
-        """See `Backend.cut`. Recurrent and hybrid memory can only be dropped whole."""
-        cells = self.memory.get(slot, {})
+        """See `Backend.cut`."""
         if n_keep == 0:
-            self.memory.pop(slot, None)
+            self.slots.pop(slot, None)
             return True
-        if self.memory_kind in (MemoryKind.RECURRENT, MemoryKind.HYBRID):
-            return len(cells) == n_keep
-        for pos in [p for p in cells if p >= n_keep]:
-            del cells[pos]
-        return len(cells) == n_keep
+        held = self._held(slot)
+        if self.memory_kind is MemoryKind.WHOLE:
+            return held.n == n_keep
+        return held.cut(n_keep)
 
-    # --- ranges: where memory is dense and not in separate streams ---
+    # --- parts: where memory is not in separate streams ---
 
     def share(self, src: int, dst: int, start: int, end: int) -> None:
         """See `OptionalBackend.share`."""
-        cells, target = self.memory[src], self.memory.setdefault(dst, {})
-        assert len(target) == start, f"slot {dst} holds {len(target)}, the shared range starts at {start}"
-        target.update({pos: cells[pos] for pos in range(start, end)})
+        self.slots.setdefault(dst, FakeMemory(self._layout)).share(self.slots[src], start, end)
 
-    def export_bytes(self, slot: int, start: int, end: int) -> int:
-        """See `OptionalBackend.export_bytes`: two numbers of four bytes a token."""
-        return 8 * (end - start)
+    def export_bytes(self, slot: int, start: int, end: int, part: PartKind = PartKind.BASE) -> int:
+        """See `OptionalBackend.export_bytes`: two numbers of four bytes a cell, 24 bytes a state."""
+        return len(self._held(slot).export(start, end, part))
 
-    def export(self, slot: int, start: int, end: int, into: memoryview) -> int:
+    def export(
+        self, slot: int, start: int, end: int, into: memoryview, part: PartKind = PartKind.BASE
+    ) -> int:
         """See `OptionalBackend.export`."""
-        cells = self.memory[slot]
-        payload = b"".join(_CELL.pack(pos, cells[pos]) for pos in range(start, end))
+        payload = self._held(slot).export(start, end, part)
         into[: len(payload)] = payload
         return len(payload)
 
-    def import_(self, slot: int, block: tuple[int, int], wanted: tuple[int, int], data: memoryview) -> bool:
+    def import_(
+        self,
+        slot: int,
+        block: tuple[int, int],
+        wanted: tuple[int, int],
+        data: memoryview,
+        part: PartKind = PartKind.BASE,
+    ) -> bool:
         """See `OptionalBackend.import_`."""
-        arrived = dict(_CELL.iter_unpack(data))
-        if list(arrived) != list(range(*block)) or len(self.memory.get(slot, {})) != wanted[0]:
+        # The whole block passes through a sequence of its own.
+        n_used = block[1] - block[0] if part is PartKind.BASE and self._layout.base else 0
+        if self._n_used() + n_used > (self.n_cells or self.n_ctx):
             return False
-        if self._n_used() + len(arrived) > (self.n_cells or self.n_ctx):
-            return False  # the whole block passes through a sequence of its own
-        self.memory.setdefault(slot, {}).update({pos: Cell(arrived[pos]) for pos in range(*wanted)})
-        return True
+        held = self._held(slot)
+        arrived = held.import_(block, wanted, data, part)
+        if arrived:
+            self.slots[slot] = held
+        return arrived
+
+    def is_at(self, slot: int, n: int) -> bool:
+        """See `OptionalBackend.is_at`."""
+        return self._held(slot).complaint(n) is None
 
     # --- optional ---
 
     def n_kv(self, slot: int) -> int:
         """See `OptionalBackend.n_kv`."""
-        return len(self.memory.get(slot, {}))
+        return self._held(slot).n
+
+    def clear(self) -> None:
+        """See `OptionalBackend.clear`."""
+        self.slots.clear()
+
+    def probe_cold(self) -> str | None:
+        """See `OptionalBackend.probe_cold`: arithmetic has no other bits."""
+        return None
 
     def rebuild(self) -> None:
         """See `OptionalBackend.rebuild`."""
         self.n_rebuilt += 1
-        self.memory.clear()
+        self.slots.clear()
 
     def abort(self) -> None:
         """See `OptionalBackend.abort`."""
@@ -236,26 +274,31 @@ class FakeBackend:
     # --- arithmetic ---
 
     def _n_used(self) -> int:
-        return len({id(cell) for cells in self.memory.values() for cell in cells.values()})
+        return len({id(cell) for held in self.slots.values() for cell in held.cells.values()})
+
+    def _held(self, slot: int) -> FakeMemory:
+        """What a slot holds; a fresh, empty memory that belongs to nobody if it holds nothing."""
+        return self.slots.get(slot) or FakeMemory(self._layout)
 
     def _pass_time(self, budget_s: float | None) -> bool:
         """Wait `step_delay_s`; True if `abort` ended it."""
         return self._abort.wait(self.step_delay_s) if self.step_delay_s else False
 
     def _remember(self, row: Row) -> None:
-        cells = self.memory.setdefault(row.slot, {})
-        assert len(cells) == row.pos, (
-            f"slot {row.slot} holds {len(cells)} tokens, the row starts at {row.pos}"
-        )
-        cells.update((pos, Cell(token)) for pos, token in enumerate(row.tokens, row.pos))
+        held = self.slots.setdefault(row.slot, FakeMemory(self._layout))
+        complaint = held.complaint(row.pos)
+        assert complaint is None, f"slot {row.slot} {complaint}, the row starts at {row.pos}"
+        before = held.state
+        held.append(row.tokens)
+        if self.script and before and held.state and not held.layout.base:
+            self._before[held.state] = before, tuple(row.tokens)
 
     def _draw(self, row: Row) -> Sampled:
         sampler = row.sampler
         assert isinstance(sampler, FakeSampler)
         assert sampler in self.live_samplers, "a closed sampler was used"
-        cells = self.memory[row.slot]
-        history = [cells[pos] for pos in range(len(cells))]
-        token = self._scripted(sampler, history) if self.script else _hashed(sampler, history)
+        held = self.slots[row.slot]
+        token = self._scripted(sampler, held) if self.script else _hashed(sampler, held.evidence())
         sampler.n_drawn += 1
         logprob = None
         if sampler.params.logprobs is not None:
@@ -263,18 +306,32 @@ class FakeBackend:
             logprob = TokenLogprob(token=token, logprob=-0.5, top=top)
         return Sampled(token=token, logprob=logprob)
 
-    def _scripted(self, sampler: FakeSampler, history: list[int]) -> int:
+    def _scripted(self, sampler: FakeSampler, held: FakeMemory) -> int:
         if sampler.script is None:
             assert self.script is not None
-            sampler.script = [*self.script(self.detokenize(history).decode(errors="replace")), EOG]
+            prompt = self.detokenize(self._history(held)).decode(errors="replace")
+            sampler.script = [*self.script(prompt), EOG]
         return sampler.script[min(sampler.n_drawn, len(sampler.script) - 1)]
 
+    def _history(self, held: FakeMemory) -> list[int]:
+        """The tokens of a sequence. A state alone does not tell them: what led there is looked up."""
+        if held.layout.base:
+            return [held.cells[pos] for pos in range(held.n)]
+        state, tokens = held.state, list[int]()
+        while state and state.n:
+            assert state in self._before, (
+                "a script needs the prompt's text, and this state came from elsewhere"
+            )
+            state, row = self._before[state]
+            tokens[:0] = row
+        return tokens
 
-def _hashed(sampler: FakeSampler, history: list[int]) -> int:
+
+def _hashed(sampler: FakeSampler, evidence: tuple[int, ...]) -> int:
     """A printable ASCII byte, so that replies are text and never end by themselves."""
     p = sampler.params
     low, n = (48, 10) if p.grammar else (32, 95)
     seed = p.seed if p.temperature else 0
     chain = (p.temperature, p.top_k, p.top_p, p.min_p, p.repetition_penalty, seed, p.grammar, p.logit_bias)
-    what = repr((history, chain, sampler.n_drawn))
+    what = repr((evidence, chain, sampler.n_drawn))
     return low + int.from_bytes(hashlib.blake2b(what.encode(), digest_size=4).digest(), "big") % n

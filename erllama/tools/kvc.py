@@ -3,11 +3,12 @@
     kvc inspect PATH…   what is in files or folders; --tree for shared prefixes
     kvc verify PATH…    every checksum and every link to a parent; exit code 1 if anything is wrong
     kvc stats PATH      sharing, sizes, reasons, hits
+    kvc explain PATH PROMPT   what of a prompt would be reused, per model, and where and why it stops
     kvc gc PATH         remove what crashes left behind
     kvc prune PATH      remove by size, age or model, leaves first
     kvc sim LOG         replay a look-up log under other budgets
 
-All take --json. The first three only read; they may run beside a live store. gc and prune take the folder's
+All take --json. The first four only read; they may run beside a live store. gc and prune take the folder's
 removing lock, so a live store notices and goes on.
 """
 
@@ -15,21 +16,27 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from erllama.kvcache.columns import PartColumns
 from erllama.kvcache.filetier import FileTier
 from erllama.kvcache.journal import read_journals
+from erllama.kvcache.key import as_tokens
 from erllama.kvcache.lookuplog import read_log
 from erllama.kvcache.root import TierBusy
 from erllama.kvcache.sim import Simulation
 from erllama.kvcache.tiers import DiskTier
+from erllama.sizes import parse_bytes
 
 from . import show
+from .asked import AskedText, AskedTokens
+from .explain import explain as explain_prompt
 from .folder import build_nodes, count_by, expand, nodes_folder, read_file
-from .preview import parse_bytes, show_text
+from .preview import show_text
 from .prune import choose
 
 if TYPE_CHECKING:
@@ -37,9 +44,15 @@ if TYPE_CHECKING:
 
     from erllama.kvcache.kinds import PartKind
 
+    from .asked import Asked
+    from .explain import Explanation
     from .folder import StoredFile
 
 DAY_S = 86_400.0
+
+
+class Misuse(Exception):
+    """Arguments that argparse takes and the command does not."""
 
 
 def describe(file: StoredFile) -> dict[str, Any]:
@@ -145,6 +158,62 @@ def unshared_bytes(nodes: Any) -> int:
     return total
 
 
+def explain(args: argparse.Namespace) -> int:
+    """What of a prompt would be reused; 1 if nothing."""
+    asked = _asked(args)
+    nodes = build_nodes(read_file(path) for path in expand([args.path]))
+    found = explain_prompt(nodes, asked, now=time.time(), window=args.window)
+    if args.json:
+        print(json.dumps({"unit": asked.unit, "asked": len(asked), "models": [_explained(e) for e in found]}))
+    else:
+        show.explained(found, asked)
+    return 0 if any(e.n_usable for e in found) else 1
+
+
+def _asked(args: argparse.Namespace) -> Asked:
+    given = [value for value in (args.prompt, args.file, args.tokens) if value is not None]
+    if len(given) != 1:
+        raise Misuse("give a PROMPT, or --file, or --tokens")
+    if args.tokens is not None:
+        try:
+            return AskedTokens(as_tokens([int(token) for token in args.tokens.replace(",", " ").split()]))
+        except (ValueError, OverflowError):
+            raise Misuse("--tokens: expected token ids, as 1,2,3") from None
+    if args.file is None:
+        return AskedText(os.fsencode(args.prompt))
+    with open(args.file, "rb") as file:
+        return AskedText(file.read().removesuffix(b"\n"))
+
+
+def _explained(e: Explanation) -> dict[str, Any]:
+    """One model's part as plain data."""
+    path = [*e.path, *((e.partial,) if e.partial is not None else ())]
+    return {
+        "shape": e.identity.shape_hash.hex(),
+        "salted": bool(e.identity.salt),
+        "n_ctx": e.identity.n_ctx,
+        "quant_bits": e.identity.quant_bits,
+        "facts": dict(e.facts),
+        "nodes": e.n_nodes,
+        "matched": e.n_matched,
+        "matched_tokens": e.n_tokens,
+        "usable_tokens": e.n_usable,
+        "path": [
+            {
+                "name": node.meta.name.hex(),
+                "start": node.meta.start,
+                "n_tokens": len(node.meta.tokens),
+                "shared_tokens": e.n_shared if node is e.partial else len(node.meta.tokens),
+                "parts": {kind.name.lower(): file.n_bytes for kind, file in sorted(node.files.items())},
+                "text": show_text(node.meta.text),
+            }
+            for node in path
+        ],
+        "stop": asdict(e.stop),
+        "marks": e.marks,
+    }
+
+
 def _tier(path: str) -> FileTier:
     return FileTier(DiskTier("kvc", path, 1 << 62))
 
@@ -239,6 +308,20 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("paths", nargs="+", metavar="PATH")
     sub = command(stats, "show sharing, sizes, reasons and hits of a folder")
     sub.add_argument("path", metavar="PATH")
+    sub = command(explain, "what of a prompt would be reused, and where and why it stops")
+    sub.epilog = (
+        "Works without a model: text is compared with the text of what is stored. Control tokens are stored "
+        "by id only; where one is, anything like <|im_start|> or [INST] counts as equal. With --tokens the "
+        "comparison is the engine's own. Exit code: 0 something would be reused, 1 nothing would, 2 it "
+        "cannot be told."
+    )
+    sub.add_argument("path", metavar="PATH")
+    sub.add_argument("prompt", metavar="PROMPT", nargs="?", help="the prompt's text")
+    sub.add_argument("--file", metavar="FILE", help="read it from there; one trailing newline is dropped")
+    sub.add_argument("--tokens", metavar="IDS", help="token ids instead of text, as 1,2,3")
+    sub.add_argument(
+        "--window", type=int, metavar="N", help="width of the model's sliding window, if it has one"
+    )
     sub = command(gc, "remove what crashes left behind")
     sub.add_argument("path", metavar="PATH")
     sub = command(prune, "remove nodes by size, age or model, leaves first")
@@ -256,11 +339,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 fine, 1 something is wrong, 2 cannot be done."""
+    """Run one command; returns the exit code: 0 fine, 1 something is wrong (explain: nothing would be
+    reused), 2 cannot be done.
+    """
     args = parser().parse_args(argv)
     try:
         return int(args.run(args))
-    except (FileNotFoundError, NotADirectoryError, PermissionError) as no:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, Misuse) as no:
         print(f"kvc: {no}", file=sys.stderr)
     except TierBusy:
         print("kvc: another process is removing files there; try again", file=sys.stderr)

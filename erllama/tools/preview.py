@@ -1,4 +1,4 @@
-"""Bytes and sizes for a person's eyes."""
+"""Key bytes for a person's eyes."""
 
 from __future__ import annotations
 
@@ -44,23 +44,3 @@ def _visible(raw: bytes) -> str:
         else:
             shown.append(char)
     return "".join(shown)
-
-
-def show_bytes(n: float) -> str:
-    """A size with a binary unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024 or unit == "GiB":
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1024
-    raise AssertionError
-
-
-def parse_bytes(text: str) -> int:
-    """A size as people type it: 500M, 20G, 1.5g, 4096. Raises: ValueError."""
-    units = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-    trimmed = text.strip().lower().removesuffix("ib").removesuffix("b")
-    unit = trimmed[-1:] if trimmed[-1:] in units and trimmed[-1:] else ""
-    number = float(trimmed[: len(trimmed) - len(unit)])
-    if number < 0:
-        raise ValueError(f"{text!r} is negative")
-    return int(number * 1024 ** units[unit])

@@ -10,12 +10,17 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from erllama.sizes import show_bytes
+
+from .explain import Why
 from .folder import roots, subtree_bytes
-from .preview import show_bytes, show_text
+from .preview import show_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from .asked import Asked
+    from .explain import Explanation
     from .folder import StoredFile, StoredNode
 
 _TREE_DEPTH = 400  # rich draws recursively; a longer chain is cut and says so
@@ -122,6 +127,53 @@ def verdict(n_files: int, wrong: Sequence[dict[str, Any]]) -> None:
     for item in wrong:
         console.print(Text(f"{item['path']}: {item['what']}", style="red"))
     console.print(f"{n_files} files, {len(wrong)} wrong" if wrong else f"{n_files} files, all clean")
+
+
+def explained(found: Sequence[Explanation], asked: Asked) -> None:
+    """What of a prompt would be reused, a model after the other."""
+    console = _console()
+    if not found:
+        console.print("nothing is stored here")
+    for e in found:
+        facts = "".join(f", {key} {str(value)[:24]}" for key, value in sorted(e.facts.items()))
+        salted = ", salted" if e.identity.salt else ""
+        head = f"model {e.identity.shape_hash.hex()[:12]}  (n_ctx {e.identity.n_ctx}{facts}{salted})"
+        console.print(Text(f"{head}  {e.n_nodes} nodes", style="bold"))
+        if e.path or e.partial is not None:
+            console.print(_explained_path(e))
+        matched = f"{e.n_matched} of {len(asked)} {asked.unit}s match, {_usable(e)}"
+        console.print(Text(matched), Text(f"{e.stop.why}: {e.stop.message}"), sep="\n")
+        if e.stop.stored or e.stop.asked:
+            console.print(Text(f"  stored {e.stop.stored}"), Text(f"  asked  {e.stop.asked}"), sep="\n")
+        if e.marks:
+            taken = ", ".join(f"{mark} for {token}" for token, mark in sorted(e.marks.items()))
+            console.print(Text(f"control tokens taken as equal: {taken}", style="dim"))
+
+
+def _usable(e: Explanation) -> str:
+    inside = e.partial is not None and e.n_shared is None and e.stop.why is not Why.MISSING
+    more = " and part of the next block" if inside else ""
+    return f"{e.n_usable} tokens{more} could be restored"
+
+
+def _explained_path(e: Explanation) -> Table:
+    made = Table(box=None, pad_edge=False)
+    for name, justify in (("tokens", "right"), ("shared", "right"), ("parts", "left")):
+        made.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]  # two literals
+    for name in ("used", "text"):
+        made.add_column(name, no_wrap=True, overflow="ellipsis")
+    for node in (*e.path, *((e.partial,) if e.partial is not None else ())):
+        n = len(node.meta.tokens)
+        shared = n if node is not e.partial else e.n_shared
+        parts = ", ".join(f"{k.name.lower()} {show_bytes(f.n_bytes)}" for k, f in sorted(node.files.items()))
+        made.add_row(
+            f"{node.meta.start}-{node.meta.start + n}",
+            "in part" if shared is None else str(shared),
+            parts,
+            _ago(max(file.mtime for file in node.files.values())),
+            Text(show_text(node.meta.text, 40)),
+        )
+    return made
 
 
 def totals(facts: dict[str, Any]) -> None:

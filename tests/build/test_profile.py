@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from tools.libllama import native
 from tools.libllama.errors import BuildError
 from tools.libllama.profile import BACKENDS, Platform, plan_profile
 
@@ -123,3 +124,15 @@ def test_an_unknown_backend_is_refused_by_name():
     with pytest.raises(BuildError, match="'opencl'") as caught:
         plan("opencl")
     assert "vulkan" in caught.value.advice
+
+
+def test_building_the_server_tools_later_keeps_the_objects_of_the_libraries():
+    """The recipe of the objects is the same with and without them, and for nothing else that differs."""
+    plain, tools = plan(), plan(server_tools=True)
+    assert tools.without_tools() == plain
+    assert (
+        native.recipe_key(tools, "c", LINUX)
+        == native.recipe_key(plain, "c", LINUX)
+        == native.native_key("", plain, "c", LINUX)
+    )
+    assert native.recipe_key(plan(native=True), "c", LINUX) != native.recipe_key(plain, "c", LINUX)

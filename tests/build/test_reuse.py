@@ -53,7 +53,7 @@ class Tiny:
         source = Source(root=self.root, digest=tree.tree_digest(files), pinned=False, files=files)
         compilers = toolchain.find_compilers()
         tools = toolchain.find_toolchain(compilers)
-        recipe = native.native_key("", PROFILE, compilers.id, Platform.here())
+        recipe = native.recipe_key(PROFILE, compilers.id, Platform.here())
         self.folder.mkdir(exist_ok=True)
         reuse.make_reusable(self.folder, source, recipe)
         log = self.folder / "log"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 from erllama.cli import main
+from erllama.files import cache_dir
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -49,6 +50,17 @@ def nothing_runs_on() -> Iterator[None]:
         for pipe in (process.stdin, process.stdout, process.stderr):
             if pipe is not None:
                 pipe.close()
+
+
+@pytest.fixture(autouse=True)
+def kept_apart(tmp_path, monkeypatch) -> None:
+    """What tests keep is not what the user keeps; models, builds and hashes are."""
+    usual, own = cache_dir(), tmp_path / "cache"
+    own.mkdir()
+    for shared in ("models", "fingerprints", "variants", "bindings", "native"):
+        (usual / shared).mkdir(parents=True, exist_ok=True)
+        (own / shared).symlink_to(usual / shared)
+    monkeypatch.setenv("ERLLAMA_CACHE_DIR", str(own))
 
 
 @pytest.fixture

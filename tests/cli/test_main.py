@@ -42,7 +42,7 @@ def test_help_loads_no_native_code():
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("command", ["generate", "demo", "version"])
+@pytest.mark.parametrize("command", ["generate", "demo", "bench", "version"])
 def test_each_command_explains_itself(erllama_command, command):
     """`erllama COMMAND --help` exits with 0."""
     said = erllama_command(command, "--help")
@@ -78,6 +78,9 @@ def test_without_arguments_there_is_help(erllama_command):
         (["generate", "-p", "x", "--threads", "0"], "--threads: expected a whole number"),
         (["generate", "-p", "x", "--stop", ""], "--stop: expected"),
         (["generate", "-p", "x", "-m", ""], "--model: expected the path of a GGUF file"),
+        (["generate", "-p", "x", "--kv-max", "much"], "--kv-max: invalid size value: 'much'"),
+        (["generate", "-p", "x", "--kv-dir", ""], "--kv-dir: expected a folder"),
+        (["generate", "-p", "x", "--kv-dir", "k", "--no-cache"], "--no-cache: not together"),
         (["demo", "--fast"], "unknown argument --fast"),
         (["generat"], "invalid choice: 'generat'"),
     ],

@@ -12,6 +12,7 @@ from erllama.engine.runner import InlineRunner, ThreadRunner
 from erllama.errors import EngineError
 from erllama.kvcache.arena import Arena
 from erllama.testing import FakeBackend
+from erllama.types import PartKind
 
 
 class Spy(FakeBackend):
@@ -31,7 +32,7 @@ class Spy(FakeBackend):
         """A record."""
         self.calls.append(f"share {src} {dst} {start} {end}")
 
-    def export_bytes(self, slot: int, start: int, end: int) -> int:
+    def export_bytes(self, slot: int, start: int, end: int, part: PartKind = PartKind.BASE) -> int:
         """A record."""
         self.calls.append(f"size {slot}")
         return 0

@@ -8,9 +8,10 @@ import pytest
 import trio
 import trio.testing
 
-from erllama.backend import Step, StepResult, StepStatus
+from erllama.backend import MemoryKind, Step, StepResult, StepStatus
 from erllama.errors import DecodeFailed, ErllamaError, NativeError
 from erllama.testing import cancel_at_every_checkpoint
+from erllama.types import PartKind
 
 from runtime.watched import Watched  # isort: skip  # tests/ is on the path
 
@@ -108,12 +109,12 @@ async def test_a_refused_block_is_quarantined_and_the_rest_computed(autojump_clo
     """The answer is the cold one, the node is gone with what hangs on it, and the next save heals it."""
 
     class Picky(Watched):
-        def import_(self, slot, block, wanted, data):
+        def import_(self, slot, block, wanted, data, part=PartKind.BASE):
             if block[0] == 32 and not healed:
                 if how == "raises":
                     raise NativeError("not these bytes")
                 return False
-            return super().import_(slot, block, wanted, data)
+            return super().import_(slot, block, wanted, data, part)
 
     healed = False
     async with warm(Picky()) as bench:
@@ -345,3 +346,20 @@ async def test_saves_go_on_behind_what_was_restored_beyond_live_cells(autojump_c
         await bench.saved()
         assert (answer.stats.n_cached, answer.cache_delta.created) == (70, 7)
         assert (40, 8) not in bench.nodes()
+
+
+@pytest.mark.parametrize("kind", [MemoryKind.HYBRID, MemoryKind.RECURRENT])
+async def test_a_missing_state_explains_itself(autojump_clock, kind: MemoryKind) -> None:
+    """Blocks are kept up to 69; without the later states only the first 48 can be gone on from (X8)."""
+    async with warm(Watched(memory_kind=kind, n_batch=32)) as bench:
+        await stored(bench)
+        catalog = bench.store._catalog
+        for name in [node["name"] for node in bench.store.dump() if node["start"] >= 48]:
+            part = catalog.part_of((bytes.fromhex(name), PartKind.STATE))
+            bench.store._tiers.discard(catalog.drop_part(part))
+        assert bench.actor.n_kept(PROMPT) == 48
+        answer = await bench.complete([*PROMPT, 7, 7], **GREEDY)
+        assert answer.stats.n_cached == 48
+        assert bench.actor.n_kept(PROMPT) > 48  # what was computed again is kept again
+        assert (answer.miss.reason, answer.miss.index) == ("part_missing", 48)
+        assert await is_right([*PROMPT, 7, 7], answer)

@@ -12,6 +12,7 @@ import trio.testing
 
 from erllama.errors import EngineError
 from erllama.kvcache.policy import SavePolicy
+from erllama.types import PartKind
 
 from runtime.watched import Watched  # isort: skip  # tests/ is on the path
 
@@ -31,10 +32,12 @@ class Exports(Watched):
         self.exported: list[tuple[int, int]] = []
         self.wrong_size = False
 
-    def export(self, slot: int, start: int, end: int, into: memoryview) -> int:
+    def export(
+        self, slot: int, start: int, end: int, into: memoryview, part: PartKind = PartKind.BASE
+    ) -> int:
         """A record."""
         self.exported.append((start, end))
-        return super().export(slot, start, end, into) - self.wrong_size
+        return super().export(slot, start, end, into, part) - self.wrong_size
 
 
 async def test_full_blocks_during_prefill_and_the_tail_at_the_end(autojump_clock) -> None:

@@ -97,6 +97,7 @@ async def warm(
             link = CacheLink(
                 store=store,
                 identity=Identity(shape_hash=b"fake"),
+                cold_identity=Identity(shape_hash=b"fake, cold"),
                 policy=policy,
                 tier="ram",
                 pieces=backend.key_pieces,

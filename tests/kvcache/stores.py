@@ -19,7 +19,7 @@ from .nodes import IDENTITY, node, payload, pieces
 
 if TYPE_CHECKING:
     import pathlib
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
 BLOCK = 4
 PART_BYTES = 3000
@@ -52,9 +52,11 @@ class Bench:
         tier: str = "ram",
         kinds: Sequence[PartKind] = (PartKind.BASE,),
         size: int | None = None,
+        sizes: Mapping[PartKind, int] | None = None,
+        text: bytes | None = None,
         **options: Any,
     ) -> Saved | None:
-        """Save a node with known payloads; None if there was no buffer for it."""
+        """Save a node with known payloads; None if there was no buffer for it. `sizes`: by kind."""
         identity = options.setdefault("identity", IDENTITY)
         above = self.history[parent.name] if parent else []
         name = ROOT_NAME if parent is None else parent.name
@@ -63,16 +65,17 @@ class Bench:
         self.history[real] = [*above, *ids]
         buffers = {}
         for kind in kinds:
-            buffer = await self.store.buffer(size or self.size)
+            n_bytes = (sizes or {}).get(kind, self.size if size is None else size)
+            buffer = await self.store.buffer(n_bytes)
             if buffer is None:
                 for taken in buffers.values():
                     taken.release()
                 return None
-            buffer.view[:] = expected(real, size or self.size, kind)
+            buffer.view[:] = expected(real, n_bytes, kind)
             buffers[kind] = buffer
-        draft = Draft(
-            tokens=ids, parts=buffers, parent=name, start=len(above), text=b"".join(pieces(ids)), **options
-        )
+        if text is None:
+            text = b"".join(pieces(ids))
+        draft = Draft(tokens=ids, parts=buffers, parent=name, start=len(above), text=text, **options)
         return await self.store.save(draft, tier=tier)
 
     async def save_path(self, ids: Sequence[int], *, flush: bool = False, **options: Any) -> list[Saved]:

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from erllama.kvcache.key import Identity
 from erllama.kvcache.kinds import PartKind
 from erllama.kvcache.recover import parse_file_name
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 RAM_BYTES = 80_000
 DISK_BYTES = 14 * PART_BYTES
 LONG = bool(os.environ.get("ERLLAMA_LONG"))
+RECURRENT = Identity(shape_hash=b"recurrent")
 HISTORIES = [[*range(4), *range(i, i + 3), *([i] * n)] for i in range(6) for n in (0, 2, 6)]
 
 
@@ -215,6 +217,22 @@ class StoreMachine(RuleBasedStateMachine):
     def save_with_state(self, ids: list[int], state: bool) -> None:
         kinds = (PartKind.BASE, PartKind.STATE) if state else (PartKind.BASE, PartKind.WINDOW)
         self.do(lambda b: b.save_path(ids, tier="kv", kinds=kinds, anchor=state))
+
+    @rule(ids=st.sampled_from(HISTORIES), also=st.booleans())
+    def save_later(self, ids: list[int], also: bool) -> None:
+        """A part for nodes that may be there already, alone or with the base."""
+        kinds = (PartKind.BASE, PartKind.STATE) if also else (PartKind.STATE,)
+        self.do(lambda b: b.save_path(ids, tier="kv", kinds=kinds))
+
+    @rule(ids=st.sampled_from(HISTORIES), state=st.booleans(), tier=st.sampled_from(["ram", "kv"]))
+    def save_recurrent(self, ids: list[int], state: bool, tier: str) -> None:
+        """Empty bases, of a model of their own."""
+        kinds = (PartKind.BASE, PartKind.STATE) if state else (PartKind.BASE,)
+        self.do(
+            lambda b: b.save_path(
+                ids, tier=tier, kinds=kinds, sizes={PartKind.BASE: 0}, identity=RECURRENT, anchor=len(ids) > 9
+            )
+        )
 
     @rule(ids=st.sampled_from(HISTORIES))
     def read(self, ids: list[int]) -> None:

@@ -59,7 +59,13 @@ def test_what_is_left_is_closed(rng: random.Random, n: int, n_bytes: int, force:
         above = rng.choice([None, *metas])
         meta = node([i, rng.randrange(26)], above)
         metas.append(meta)
-        add(model, meta, rng.randrange(1, 200), NOW - rng.randrange(10**6), hits=rng.random() * 5)
+        add(
+            model,
+            meta,
+            rng.choice([0, rng.randrange(1, 200)]),
+            NOW - rng.randrange(10**6),
+            hits=rng.random() * 5,
+        )
         if rng.random() < 0.3:
             add(model, meta, rng.randrange(1, 50), kind=rng.choice([PartKind.STATE, PartKind.WHOLE]))
     parts = [p for row in model.tree.rows() for p in model.tree.part_rows(row)]
@@ -77,6 +83,9 @@ def test_what_is_left_is_closed(rng: random.Random, n: int, n_bytes: int, force:
     for row in model.tree.rows():
         left = [p for p in model.tree.part_rows(row) if p not in gone]
         parent = model.tree.parent[row]
+        lost_some = len(left) == 1 and len(model.tree.part_rows(row)) == 2
+        if lost_some and model.tree.parts.is_base(left[0]) and not model.tree.parts.size[left[0]]:
+            assert left[0] in locked or not model.tree.is_leaf(row), "a path to nothing"
         if left and model.tree.parent[parent]:
             above_left = [p for p in model.tree.part_rows(parent) if p not in gone]
             assert any(model.tree.parts.is_base(p) for p in above_left)
@@ -129,6 +138,23 @@ def test_windows_and_states_go_before_bases_and_anchors_last() -> None:
         add(model, above)
         loose.append(add(model, above, kind=PartKind.WINDOW, used=NOW - i))
     assert plan(model, 150).parts == [loose[1], loose[0]]
+
+
+def test_an_empty_base_goes_when_nothing_hangs_on_it_any_more() -> None:
+    """Alone it is worth nothing and goes first; otherwise it goes with what hangs on it, never before."""
+    model = Model()
+    full = add(model, node([1]), used=NOW - 10**6)
+    alone = add(model, node([2]), size=0)
+    head = node([3], flags=NodeFlag.ANCHOR)
+    base, state = add(model, head, size=0), add(model, head, size=50, kind=PartKind.STATE, hits=9.0)
+    behind = add(model, node([4], head), size=0, used=NOW + 1)
+    assert plan(model, 1).parts == [alone, behind, full]
+    assert plan(model, 120).parts == [alone, behind, full, state, base]
+    assert plan(model, 10**6, locked={base}).parts == [alone, behind, full, state]
+    model.tree.parts.home[state] = RAM
+    assert plan(model, 10**6).parts == [alone, behind, full, state, base], (
+        "what is elsewhere holds nothing up"
+    )
 
 
 def test_copies_in_ram_go_before_what_lives_there() -> None:

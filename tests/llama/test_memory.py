@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -66,6 +67,18 @@ def test_a_memory_that_cannot_be_cut_is_whole(
         context.memory.cp(0, 1, 0, 10)
 
 
+def test_a_hybrid_that_aborts_on_ranges_is_whole(
+    tiny: Callable[[str], Model], open_context: OpenContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSeek-V4 says hybrid, and its memory asserts on a ranged copy: none ever reaches it."""
+    model = tiny("hybrid")
+    monkeypatch.setattr(model, "facts", dataclasses.replace(model.facts, architecture="deepseek4"))
+    context = open_context(model)
+    assert context.memory_kind is MemoryKind.WHOLE
+    with pytest.raises(NotSupported, match="whole sequences only"):
+        context.memory.cp(0, 1, 0, 10)
+
+
 @pytest.mark.parametrize(
     "shape",
     [
@@ -115,6 +128,20 @@ def test_removing_a_tail(tiny: Callable[[str], Model], open_context: OpenContext
         assert off_by(step(context, 7, 100), step(reference, 7, 100)) == 0
     assert context.memory.rm(0)
     assert context.memory.pos_max(0) == -1
+
+
+def test_emptying_is_counted(tiny: Callable[[str], Model], open_context: OpenContext) -> None:
+    """Whoever remembers something of a sequence can tell that it is another one now."""
+    memory = open_context(tiny("dense")).memory
+    before = [memory.n_emptied(s) for s in range(3)]
+    memory.rm(0, 5)
+    assert [memory.n_emptied(s) for s in range(3)] == before
+    memory.rm(0)
+    memory.clear(data=False)
+    memory.keep(2)
+    assert [memory.n_emptied(s) - before[s] for s in range(3)] == [3, 2, 1]
+    with pytest.raises(InvalidBatch):
+        memory.n_emptied(3)
 
 
 def test_a_dense_cut_is_right(tiny: Callable[[str], Model], open_context: OpenContext) -> None:

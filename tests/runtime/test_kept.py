@@ -325,6 +325,21 @@ async def test_a_head_is_kept(warmed: bool):
         assert answer.generated == await fresh(head + "second")
 
 
+@pytest.mark.parametrize(("fraction", "n_pins"), [(0.0, 0), (0.25, 3)])
+async def test_a_model_s_policy_bounds_its_pins(fraction: float, n_pins: int):
+    """K33: `pin_fraction` of the model's own policy counts for heads, new or stored before, and for pins."""
+    policy = SavePolicy(min_tokens=32, cold_min_tokens=32, block_tokens=32, pin_fraction=fraction)
+    async with keeping(policy=policy) as (_, model, _):
+        prompt = text(100) + "first " * 10
+        for head in (None, 100):  # the second time its nodes are there
+            await model.complete(prompt, prefix_checkpoint_len=head, max_tokens=1)
+            await saved(model)
+        await model.complete(text(200, 3), prefix_checkpoint_len=100, max_tokens=1)
+        await saved(model)
+        assert await model.pin(text(900)) == (900 if n_pins else 0)
+        assert len(model.handle.actor.cache.store.list_pins()) == n_pins
+
+
 async def test_without_saying_so_a_head_is_not_kept():
     """K32: the same flood takes everything that nobody pinned."""
     async with keeping() as (engine, model, _):

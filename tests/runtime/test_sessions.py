@@ -381,7 +381,7 @@ async def test_a_reclaimed_session_goes_on_from_the_store():
 
 async def test_separate_memory_holds_nothing_and_says_so():
     """Where ranges cannot be cut there are no sessions: cold every time, and continuing is refused."""
-    for fake in ({"streams_separate": True}, {"memory_kind": MemoryKind.RECURRENT}):
+    for fake in ({"streams_separate": True}, {"memory_kind": MemoryKind.WHOLE}):
         async with held(**fake) as (model, _):
             first = await model.complete("Hello", session_id="s", max_tokens=2)
             second = await model.complete(turn(first, "!"), session_id="s", max_tokens=2)

@@ -8,6 +8,7 @@ import erllama
 from erllama.backend import Step, StepResult, StepStatus
 from erllama.engine.cells import n_distinct
 from erllama.testing import FakeBackend
+from erllama.types import PartKind
 
 if TYPE_CHECKING:
     import random
@@ -33,6 +34,14 @@ class Watched(FakeBackend):
         if lanes._ops or lanes._n_reserved != step.n_tokens:
             return None
         holders = {holder.slot: holder for holder in lanes._holders()}
+        if not self._layout.base:
+            lengths = {slot: held.n for slot, held in self.slots.items() if held.n}
+            filling = {slot for slot, h in holders.items() if h.is_restoring}
+            lengths = {slot: n for slot, n in lengths.items() if slot not in filling}
+            believed = {slot: h.n_kv for slot, h in holders.items() if h.n_kv and slot not in filling}
+            assert lengths == believed, f"held {lengths}, believed {believed}"
+            self.n_compared += 1
+            return None
         held = {slot: [cells[p] for p in range(len(cells))] for slot, cells in self.memory.items() if cells}
         wanted = {slot: list(h.ledger[: h.n_kv]) for slot, h in holders.items() if h.n_kv}
         shown = sorted((slot, len(ids), len(wanted.get(slot, ()))) for slot, ids in held.items())
@@ -41,9 +50,16 @@ class Watched(FakeBackend):
         self.n_compared += 1
         return None
 
-    def import_(self, slot: int, block: tuple[int, int], wanted: tuple[int, int], data: memoryview) -> bool:
+    def import_(
+        self,
+        slot: int,
+        block: tuple[int, int],
+        wanted: tuple[int, int],
+        data: memoryview,
+        part: PartKind = PartKind.BASE,
+    ) -> bool:
         """Count what arrives and what does not."""
-        arrived = super().import_(slot, block, wanted, data)
+        arrived = super().import_(slot, block, wanted, data, part)
         self.n_imports += arrived
         self.n_refused += not arrived
         return arrived
@@ -74,7 +90,14 @@ class Moody(Watched):
             raise erllama.NativeError("now and then")
         return None
 
-    def import_(self, slot: int, block: tuple[int, int], wanted: tuple[int, int], data: memoryview) -> bool:
+    def import_(
+        self,
+        slot: int,
+        block: tuple[int, int],
+        wanted: tuple[int, int],
+        data: memoryview,
+        part: PartKind = PartKind.BASE,
+    ) -> bool:
         """Now and then the bytes are refused, in either of two ways."""
         mood = self._coin.random()
         if mood < 0.02:
@@ -83,4 +106,4 @@ class Moody(Watched):
         if mood < 0.03:
             self.n_refused += 1
             raise erllama.NativeError("these bytes break something")
-        return super().import_(slot, block, wanted, data)
+        return super().import_(slot, block, wanted, data, part)

@@ -16,7 +16,7 @@ from kvcache.stores import PART_BYTES, Clock, bench
 from erllama.kvcache.key import control_piece
 from erllama.kvcache.kinds import PartKind
 from erllama.tools.kvc import main
-from erllama.tools.preview import parse_bytes, show_bytes, show_text
+from erllama.tools.preview import show_text
 
 if TYPE_CHECKING:
     import pathlib
@@ -199,23 +199,3 @@ def test_previews_show_what_is_there() -> None:
     assert show_text("\u202eabc".encode()) == "⟨U+202E⟩abc"
     assert show_text(b"x" * 100, 11) == "xxxxx…xxxxx"
     assert show_text(b"\xff\x00") == "�␀"
-
-
-def test_sizes() -> None:
-    """Sizes as people type and read them."""
-    assert [parse_bytes(text) for text in ("4096", "1k", "1.5g", "20GiB", "3MB")] == [
-        4096,
-        1024,
-        3 << 29,
-        20 << 30,
-        3 << 20,
-    ]
-    assert [show_bytes(n) for n in (10, 2048, 3 << 20, 5 << 40)] == [
-        "10 B",
-        "2.0 KiB",
-        "3.0 MiB",
-        "5120.0 GiB",
-    ]
-    for wrong in ("", "x", "-1"):
-        with pytest.raises(ValueError, match=r"float|negative"):
-            parse_bytes(wrong)

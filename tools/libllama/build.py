@@ -135,7 +135,7 @@ def _run(request: Request, profile: Profile, pin: Pin, on: Platform, progress: P
             progress.note(f"libraries: {entry} (built before)")
         else:
             source = source or pinned_source(pin, progress)
-            recipe = native.native_key("", profile, compilers.id, on, toolkit)
+            recipe = native.recipe_key(profile, compilers.id, on, toolkit)
             _compile(source, profile, compilers, request.jobs or default_jobs(), recipe, entry, progress)
         bound = ensure_binding(base, entry, compilers.cxx, progress, held)
     target = runtime.NATIVE / profile.backend

@@ -65,6 +65,14 @@ def native_key(
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:24]
 
 
+def recipe_key(profile: Profile, compiler_id: str, on: Platform, toolkit: str = "") -> str:
+    """The name of what decides, besides the sources, about the objects of a build folder.
+
+    Upstream's programs add objects and change none, so building them keeps those of the libraries.
+    """
+    return native_key("", profile.without_tools(), compiler_id, on, toolkit)
+
+
 def entry_dir(key: str) -> Path:
     """Where the cache keeps the libraries of a key."""
     return runtime.cache_dir() / "native" / key

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import platform
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tools.libllama.errors import BuildError
 
+LIBRARIES, PROGRAMS = ("llama", "llama-common"), ("llama-server", "llama-bench")
 BACKENDS = ("cpu", "cuda", "metal", "vulkan", "hip")
 _SWITCH = {"cuda": "GGML_CUDA", "metal": "GGML_METAL", "vulkan": "GGML_VULKAN", "hip": "GGML_HIP"}
 # ggml/src/CMakeLists.txt: the (system, architecture) pairs with a list of variants.
@@ -94,6 +95,11 @@ class Profile:
         """The command line for CMake: our options, then the user's, which therefore win."""
         return [*(f"-D{name}={value}" for name, value in self.options.items()), *self.extra_args]
 
+    def without_tools(self) -> Profile:
+        """The same libraries, without upstream's programs beside them."""
+        options = self.options | _tools(False)
+        return replace(self, options=options, targets=LIBRARIES, server_tools=False)
+
 
 def plan_profile(
     backend: str | None,
@@ -115,7 +121,7 @@ def plan_profile(
         raise BuildError("Metal exists on macOS only.", advice="Leave --backend away for a CPU build.")
     variants = on.has_variants and not native
     options = _common(on, commit, variants) | _cpu(variants) | _backend(backend, on) | _tools(server_tools)
-    targets = ("llama", "llama-common") + (("llama-server", "llama-bench") if server_tools else ())
+    targets = LIBRARIES + (PROGRAMS if server_tools else ())
     return Profile(
         backend=backend,
         options=options,

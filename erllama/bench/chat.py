@@ -1,0 +1,167 @@
+"""P5, P7, P15, P16: conversations that grow, are edited, branch, and come back."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .figure import Bar, against, single
+from .own import open_own
+from .peer import open_peer
+from .workload import Found, Workload
+
+if TYPE_CHECKING:
+    from .answer import Answer, Side
+    from .own import Own
+    from .settings import Settings
+
+WRITTEN_BAR = Bar("<=", 1.1, "value")
+N_TURNS = 20
+
+
+async def measure_growth(settings: Settings) -> Found:
+    """P5: every turn's prompt is the one before, its answer, and something new."""
+    n_turns, n_new, n_out = settings.pick((N_TURNS, 284, 16), (4, 80, 4))
+    written: list[float] = []
+    with tempfile.TemporaryDirectory(dir=settings.folder) as folder:
+        n_ctx = (n_turns + 1) * (n_new + n_out)
+        async with open_own(settings, n_ctx=n_ctx, disk=Path(folder)) as own:
+            history: list[int] = own.prompts.prompt(n_new, 5)
+            computed = []
+            for turn in range(1, n_turns + 1):
+                answer = await own.ask(history, n_out, cache=True)
+                await own.engine.cache.flush()
+                written.append(sum(own.engine.cache.counters().bytes_written.values()))
+                computed.append(answer.n_computed)
+                history += [*answer.generated, *own.prompts.tail(n_new, 5, turn)]
+            per_token = own.kv_bytes_per_token
+    n_tokens = n_turns * (n_new + n_out)
+    per_turn = [b - a for a, b in itertools.pairwise([0.0, *written])]
+    wholes = sum(turn * (n_new + n_out) for turn in range(1, n_turns + 1)) / n_tokens
+    return Found(
+        figures=[
+            single(
+                "written, as a share of the new tokens' KV",
+                "×",
+                [written[-1] / per_token / n_tokens],
+                WRITTEN_BAR,
+            ),
+            single("written a turn", "MB", [b / 1e6 for b in per_turn]),
+            single("computed a turn", "tokens", [float(n) for n in computed[1:]]),
+        ],
+        notes=[f"Saving the whole state each turn would write {wholes:.1f} × the new tokens' KV."],
+    )
+
+
+async def measure_edit(settings: Settings) -> Found:
+    """P7: turn 5 of 10 is changed, the rest stays; the conversation was asked turn by turn before."""
+    found = Found()
+    n_turns, n_turn = settings.pick((10, 200), (10, 24))
+    async with AsyncExitStack() as stack:
+        n_ctx = n_turns * n_turn + 64
+        own = await stack.enter_async_context(open_own(settings, n_ctx=n_ctx))
+        turns = [
+            own.prompts.prompt(n_turn, 7, 0),
+            *(own.prompts.tail(n_turn, 7, i) for i in range(1, n_turns)),
+        ]
+        edited = [*turns[:4], own.prompts.tail(n_turn, 77), *turns[5:]]
+        before, after = list(itertools.chain(*turns)), list(itertools.chain(*edited))
+        same = next(i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b)
+        ours = await _edited(own, turns, after)
+        theirs = None
+        if settings.programs is not None:
+            peer = await stack.enter_async_context(open_peer(settings, n_ctx=n_ctx))
+            theirs = await _edited(peer, turns, after)
+        slack = 1 if own.model.info().memory_kind == "dense" else 256
+        bar = Bar("<=", len(after) - same + slack, "value")
+    _add_counts(found, "computed after the edit", ours, theirs, bar)
+    return found
+
+
+async def _edited(side: Side, turns: list[list[int]], after: list[int]) -> Answer:
+    history: list[int] = []
+    for turn in turns:
+        history += turn
+        await side.ask(history, 1, cache=True)
+    return await side.ask(after, 1, cache=True)
+
+
+def _add_counts(found: Found, name: str, ours: Answer, theirs: Answer | None, bar: Bar) -> None:
+    """Computed tokens, judged as they are, and the time they took."""
+    peer = "llama-server"
+    others = [] if theirs is None else [theirs]
+    found.figures.append(
+        against(name, "tokens", [float(ours.n_computed)], [float(a.n_computed) for a in others], peer, bar)
+    )
+    found.figures.append(
+        against("… until the first token", "s", [ours.first_token_s], [a.first_token_s for a in others], peer)
+    )
+
+
+async def measure_branch(settings: Settings, which: str) -> Found:
+    """A long chat, two unrelated prompts, a new chat with the long one's head, and back to the long one."""
+    found = Found()
+    n_long, n_head, n_new = settings.pick((5500, 1000, 200), (500, 300, 40))
+    n_ctx = n_long + n_new + 256
+    async with AsyncExitStack() as stack:
+        own = await stack.enter_async_context(open_own(settings, n_ctx=n_ctx))
+        prompts = _branches(own, n_long, n_head, n_new)
+        ours = await _branch(own, prompts)
+        theirs: list[Answer | None] = [None, None]
+        if settings.programs is not None:
+            peer = await stack.enter_async_context(open_peer(settings, n_ctx=n_ctx, cache_ram_mib=4096))
+            theirs = list(await _branch(peer, prompts))
+    if which == "new":
+        _add_counts(found, "computed of the new chat", ours[0], theirs[0], Bar("<=", 240, "value"))
+    else:
+        _add_counts(found, "computed of the long chat + 20", ours[1], theirs[1], Bar("<=", 84, "value"))
+    return found
+
+
+def _branches(own: Own, n_long: int, n_head: int, n_new: int) -> list[list[int]]:
+    long = own.prompts.prompt(n_long, 15)
+    unrelated = [own.prompts.prompt(300 if n_long > 1000 else 100, 15, i) for i in (1, 2)]
+    return [
+        long,
+        *unrelated,
+        [*long[:n_head], *own.prompts.tail(n_new, 15, 3)],
+        [*long, *own.prompts.tail(20, 15, 4)],
+    ]
+
+
+async def _branch(side: Side, prompts: list[list[int]]) -> tuple[Answer, Answer]:
+    answers = [await side.ask(prompt, 1, cache=True) for prompt in prompts]
+    return answers[-2], answers[-1]
+
+
+GROWTH = Workload(
+    id="P5",
+    title="a chat of 20 turns: bytes written",
+    compared="bytes written to the disk tier against the KV bytes of the tokens that were new; no peer",
+    measure=measure_growth,
+)
+EDIT = Workload(
+    id="P7",
+    title="a conversation edited in the middle",
+    compared="prompt tokens computed after turn 5 of 10 was changed; llama-server with its cache beside",
+    measure=measure_edit,
+)
+BRANCH = Workload(
+    id="P15",
+    title="a new chat with the head of a saved one",
+    compared=(
+        "prompt tokens computed of a chat that shares 1,000 tokens with one of 5,500, after two unrelated "
+        "prompts, one sequence; llama-server with its prompt cache beside"
+    ),
+    measure=partial(measure_branch, which="new"),
+)
+RETURN = Workload(
+    id="P16",
+    title="back to the long chat",
+    compared="then the long chat with 20 more tokens: prompt tokens computed; llama-server as in P15",
+    measure=partial(measure_branch, which="long"),
+)

@@ -1,0 +1,154 @@
+"""P1: decode throughput of concurrent requests. P1b: two models, and a busy neighbour."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import TYPE_CHECKING
+
+from .answer import Answer, rate_together, wall_s
+from .figure import Bar, against, single
+from .own import Own, open_own, together
+from .peer import open_peer
+from .process import running
+from .spread import take_turns
+from .workload import Found, Workload
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from .answer import Side
+    from .figure import Figure
+    from .settings import Settings
+
+BAR = Bar(">=", 1.0)
+TURNS_BAR = Bar(">=", 0.9)
+
+
+async def measure_decode(settings: Settings) -> Found:
+    """Distinct prompts, nothing cached, all started at once; whole wall clock and decode alone."""
+    found = Found()
+    n_prompt, n_out = settings.pick((256, 128), (32, 16))
+    for n in settings.pick((1, 4, 8, 16), (1, 4)):
+        settings.say(f"{n} at once")
+        n_ctx = n * (n_prompt + n_out + 32)
+        async with AsyncExitStack() as stack:
+            own = await stack.enter_async_context(open_own(settings, n_ctx=n_ctx, n_seq_max=n))
+            sides: list[Side] = [own]
+            if settings.programs is not None:
+                sides.append(await stack.enter_async_context(open_peer(settings, n_ctx=n_ctx, n_seq_max=n)))
+
+            ask = partial(_ask, own, n, n_prompt, n_out)
+            runs = await take_turns(settings.n_runs, *(partial(ask, side) for side in sides))
+            _add(found, n, runs)
+            found.figures += await _overhead(own, n, partial(ask, own))
+    return found
+
+
+async def _ask(own: Own, n: int, n_prompt: int, n_out: int, side: Side, run: int) -> list[Answer]:
+    prompts = [own.prompts.prompt(n_prompt, run, i) for i in range(n)]
+    return await together([partial(side.ask, p, n_out, cache=False) for p in prompts])
+
+
+def _add(found: Found, n: int, runs: list[list[list[Answer]]]) -> None:
+    """The figures of one number of requests; `runs` holds the answers of each side's runs."""
+    peer, many = "llama-server", f"{n} request{'s' if n > 1 else ''}"
+    walls = [[sum(a.n_generated for a in run) / wall_s(run) for run in side] for side in runs]
+    rates = [[rate for run in side if (rate := rate_together(run)) is not None] for side in runs]
+    if all(len(side) == len(runs[0]) for side in rates):  # else one was done before the last one began
+        found.figures.append(
+            against(f"{many}, decoding", "tokens/s", rates[0], _second(rates), peer, BAR, at=n)
+        )
+    found.figures.append(
+        against(f"{many}, prefill included", "tokens/s", walls[0], _second(walls), peer, BAR)
+    )
+
+
+def _second(sides: list[list[float]]) -> list[float]:
+    return sides[1] if len(sides) > 1 else []
+
+
+async def _overhead(own: Own, n: int, ask: Callable[[int], Awaitable[list[Answer]]]) -> list[Figure]:
+    """What a step takes besides `llama_decode`, prefill steps among them: sampling, and everything else."""
+    before, began = own.statistics, time.perf_counter()
+    await ask(-1)
+    after, elapsed_s = own.statistics, time.perf_counter() - began
+    n_steps, sample_s = after.n_steps - before.n_steps, after.sample_s - before.sample_s
+    rest_s = elapsed_s - sample_s - (after.compute_s - before.compute_s)
+    return [
+        single(f"{n}: sampling, a step", "ms", [1000 * sample_s / n_steps]),
+        single(f"{n}: all but decode and sampling, a step", "ms", [1000 * rest_s / n_steps]),
+    ]
+
+
+async def measure_neighbours(settings: Settings) -> Found:
+    """Two models at once against turns; one model beside a program that keeps a core busy."""
+    found = Found()
+    n_prompt, n_out = settings.pick((64, 128), (16, 16))
+    # Threads follow the machine here, as they do for users.
+    async with (
+        open_own(settings, n_ctx=1024, n_threads=None) as first,
+        open_own(settings, n_ctx=1024, n_threads=None) as second,
+    ):
+
+        async def one(side: Own, run: int) -> Answer:
+            return await side.ask(side.prompts.prompt(n_prompt, run), n_out, cache=False)
+
+        async def both(run: int) -> float:
+            return _rate(await together([partial(one, first, run), partial(one, second, run)]))
+
+        async def turns(run: int) -> float:
+            return _rate([await one(first, run), await one(second, run)])
+
+        at_once, in_turn = await take_turns(settings.n_runs, both, turns)
+        found.figures.append(
+            against("two models at once", "tokens/s", at_once, in_turn, "taking turns", TURNS_BAR)
+        )
+    if settings.n_threads > 1:
+        found.figures.append(await _beside_busy(settings, n_prompt, n_out))
+    else:
+        found.notes.append(
+            "One core: what a busy neighbour leaves of it is the scheduler's to say, not ours."
+        )
+    return found
+
+
+async def _beside_busy(settings: Settings, n_prompt: int, n_out: int) -> Figure:
+    """A neighbour takes one core of n; what is left is what n - 1 threads reach alone."""
+    async with (
+        open_own(settings, n_ctx=1024, n_threads=None) as adapting,
+        open_own(settings, n_ctx=1024, n_threads=settings.n_threads - 1) as smaller,
+    ):
+
+        async def beside(run: int) -> float:
+            async with running([sys.executable, "-c", "while True: pass"]):
+                return _rate([await adapting.ask(adapting.prompts.prompt(n_prompt, run), n_out, cache=False)])
+
+        async def alone(run: int) -> float:
+            return _rate([await smaller.ask(smaller.prompts.prompt(n_prompt, run), n_out, cache=False)])
+
+        busy, free = await take_turns(settings.n_runs, beside, alone)
+    return against("beside a busy program", "tokens/s", busy, free, "one thread fewer, alone", TURNS_BAR)
+
+
+def _rate(answers: list[Answer]) -> float:
+    return sum(a.n_generated for a in answers) / wall_s(answers)
+
+
+DECODE = Workload(
+    id="P1",
+    title="decode throughput of concurrent requests",
+    compared=(
+        "Python API in this process against llama-server asked over HTTP on loopback, both streaming; "
+        "distinct prompts of 256 tokens, 128 out, unified KV with equal cells, no cache on either side"
+    ),
+    measure=measure_decode,
+)
+NEIGHBOURS = Workload(
+    id="P1b",
+    title="two models at once; one model beside a busy program",
+    compared="summed tokens/s of two models asked at once against asking one after the other; no peer",
+    measure=measure_neighbours,
+)

@@ -1,0 +1,227 @@
+"""P3, P4, P17: what is kept comes back, from RAM, from disk after a restart, and with a sliding window."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import trio
+
+from erllama import models
+
+from .figure import Bar, against, single
+from .own import Own, memcpy_bytes_per_s, open_own
+from .peer import LlamaServer, open_peer
+from .spread import take_turns
+from .workload import Found, NotMeasured, Workload
+
+if TYPE_CHECKING:
+    from .answer import Answer
+    from .figure import Figure
+    from .settings import Settings
+
+FASTER_BARS = {512: Bar(">=", 80), 2048: Bar(">=", 150)}
+MEMCPY_BAR = Bar(">=", 0.7, "value")
+DISK_TO_RAM_BAR, DISK_TO_PEER_BAR = Bar("<=", 2.0), Bar("<=", 1.0)
+WINDOW_BAR = Bar(">=", 150)
+N_WARM = 3  # restores after each cold run; their median counts
+N_OUT = 4
+PEER_CACHE_MIB = 4096
+
+
+async def measure_ram(settings: Settings) -> Found:
+    """Cold, then again after another prompt took the only sequence."""
+    found = Found()
+    lengths = settings.pick((512, 2048, 6000), (128, 256))
+    async with AsyncExitStack() as stack:
+        own = await stack.enter_async_context(open_own(settings, n_ctx=max(lengths) + 64))
+        peer = None
+        if settings.programs is not None:
+            opened = open_peer(settings, n_ctx=max(lengths) + 64, cache_ram_mib=PEER_CACHE_MIB)
+            peer = await stack.enter_async_context(opened)
+        for n in lengths:
+            settings.say(f"{n} tokens")
+            await _ram(settings, own, peer, n, found)
+    return found
+
+
+async def _ram(settings: Settings, own: Own, peer: LlamaServer | None, n: int, found: Found) -> None:
+    sides = [partial(_cold_and_warm, own, n)]
+    if peer is not None:
+        sides.append(partial(_peer_again, peer, own, n))
+    rounds = await take_turns(settings.runs(3), *sides, warm_up=False)
+    cold = [pair[0].first_token_s for pair in rounds[0]]
+    warm = [statistics.median(a.first_token_s for a in pair[1:]) for pair in rounds[0]]
+    theirs = [pair[1].first_token_s for pair in rounds[1]] if peer is not None else []
+    name = f"{n} tokens, first token"
+    found.figures.append(
+        against(
+            f"{name}: times faster than cold",
+            "s",
+            warm,
+            cold,
+            "cold",
+            FASTER_BARS.get(n),
+            at=n,
+            inverted=True,
+        )
+    )
+    if theirs:
+        found.figures.append(against(name, "s", warm, theirs, "llama-server, its cache in RAM"))
+    found.figures.append(_against_memcpy(own, n, rounds[0]))
+    _note_what_came_from_elsewhere(found, n, rounds[0])
+
+
+async def _cold_and_warm(own: Own, n: int, run: int) -> list[Answer]:
+    """The cold answer, and those after it. The next token's text tells whether they agree."""
+    prompt = own.prompts.prompt(n, 3, n, run)
+    answers = [await own.ask(prompt, N_OUT, cache=True)]
+    await own.engine.cache.flush()
+    for i in range(N_WARM):
+        await own.displace(run, i)
+        answers.append(await own.ask(prompt, N_OUT, cache=True))
+    return answers
+
+
+async def _peer_again(peer: LlamaServer, own: Own, n: int, run: int) -> list[Answer]:
+    prompt, other = own.prompts.prompt(n, 3, n, run), own.prompts.prompt(64, 98, n, run)
+    cold = await peer.ask(prompt, N_OUT, cache=True)
+    await peer.ask(other, 1, cache=True)
+    return [cold, await peer.ask(prompt, N_OUT, cache=True)]
+
+
+def _against_memcpy(own: Own, n: int, rounds: list[list[Answer]]) -> Figure:
+    n_bytes = round(own.kv_bytes_per_token * n)
+    memcpy = memcpy_bytes_per_s(n_bytes)
+    shares = [n_bytes / a.restore_s / memcpy for r in rounds for a in r[1:] if a.restore_s > 0]
+    return single(f"{n} tokens: restoring, as a share of memcpy", "×", shares or [0.0], MEMCPY_BAR)
+
+
+def _note_what_came_from_elsewhere(found: Found, n: int, rounds: list[list[Answer]]) -> None:
+    warm = [a for r in rounds for a in r[1:]]
+    computed = max(a.n_computed for a in warm)
+    sources = sorted({str(a.source) for a in warm})
+    found.notes.append(f"{n} tokens: {computed} computed when warm, from {', '.join(sources)}.")
+    if any(a.generated != r[0].generated for r in rounds for a in r[1:]):
+        found.notes.append(f"{n} tokens: WRONG: a warm answer differs from the cold one.")
+
+
+async def measure_disk(settings: Settings) -> Found:
+    """Cold in one process life, warm in the next one."""
+    found = Found()
+    for n in settings.pick((512, 2048), (192,)):
+        settings.say(f"{n} tokens")
+        sides = [partial(_disk_lives, settings, n)]
+        if settings.programs is not None:
+            sides.append(partial(_peer_lives, settings, n))
+        rounds = await take_turns(settings.runs(3), *sides, warm_up=False)
+        ram, disk, dropped = (list(values) for values in zip(*rounds[0], strict=True))
+        theirs = [lives[0] for lives in rounds[1]] if len(rounds) > 1 else []
+        name = f"{n} tokens after a restart, first token"
+        found.figures.append(against(f"{name} from disk", "s", disk, ram, "from RAM", DISK_TO_RAM_BAR))
+        found.figures.append(against(name, "s", disk, theirs, "slot restore + request", DISK_TO_PEER_BAR))
+        if dropped[0] > 0:
+            found.figures.append(against(f"{name}, page cache dropped", "s", dropped, ram, "from RAM"))
+    return found
+
+
+async def _disk_lives(settings: Settings, n: int, run: int) -> tuple[float, float, float]:
+    """Seconds to the first token: from RAM, from disk after a restart, from disk with its pages dropped."""
+    with tempfile.TemporaryDirectory(dir=settings.folder) as folder:
+        disk = Path(folder)
+        async with open_own(settings, n_ctx=n + 64) as own:
+            warm = (await _cold_and_warm(own, n, run))[1:]
+        async with open_own(settings, n_ctx=n + 64, disk=disk) as own:
+            prompt = own.prompts.prompt(n, 3, n, run)
+            await own.ask(prompt, N_OUT, cache=True)
+            await own.engine.cache.flush()
+        after = []
+        for drop in (False, True):
+            dropped = not drop or await trio.to_thread.run_sync(_drop_pages, disk)
+            async with open_own(settings, n_ctx=n + 64, disk=disk) as own:
+                # As in the other lives: the engine's first step is not what is measured.
+                await own.displace(run)
+                again = await own.ask(prompt, N_OUT, cache=True)
+            after.append(again.first_token_s if dropped else 0.0)
+    return statistics.median(a.first_token_s for a in warm), after[0], after[1]
+
+
+def _drop_pages(folder: Path) -> bool:
+    """Ask the kernel to forget the files' pages; False where it has no such call."""
+    if not hasattr(os, "posix_fadvise"):
+        return False
+    os.sync()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+    return True
+
+
+async def _peer_lives(settings: Settings, n: int, run: int) -> tuple[float, float, float]:
+    """The server's way by hand: save the slot, restart, restore the slot, ask."""
+    async with open_own(settings, n_ctx=n + 64) as own:
+        prompt, other = own.prompts.prompt(n, 3, n, run), own.prompts.prompt(64, 98, n, run)
+    file = f"slot-{n}.bin"
+    async with open_peer(settings, n_ctx=n + 64) as peer:
+        await peer.ask(prompt, N_OUT, cache=True)
+        await peer.slot("save", file)
+    async with open_peer(settings, n_ctx=n + 64) as peer:
+        await peer.ask(other, 1, cache=False)
+        restore_s = await peer.slot("restore", file)
+        again = await peer.ask(prompt, N_OUT, cache=True)
+    return restore_s + again.first_token_s, restore_s, again.first_token_s
+
+
+async def measure_window(settings: Settings) -> Found:
+    """As P3, on a model with a sliding window."""
+    found = Found()
+    n = settings.pick(3840, 600)
+    async with open_own(settings, n_ctx=n + 64) as own:
+        if own.model.info().memory_kind != "window":
+            raise NotMeasured(f"{settings.model.name} has no sliding window; leave --model out")
+        rounds = await take_turns(settings.runs(3), partial(_cold_and_warm, own, n), warm_up=False)
+        cold = [pair[0].first_token_s for pair in rounds[0]]
+        warm = [statistics.median(a.first_token_s for a in pair[1:]) for pair in rounds[0]]
+        name = f"{n} tokens, first token: times faster than cold"
+        found.figures.append(against(name, "s", warm, cold, "cold", WINDOW_BAR, inverted=True))
+        _note_what_came_from_elsewhere(found, n, rounds[0])
+    return found
+
+
+async def fetch_window_model() -> Path:
+    """gemma-3-270m. Raises: `FetchFailed`."""
+    return await models.fetch_async(models.GEMMA3_270M)
+
+
+RAM = Workload(
+    id="P3",
+    title="warm restore from RAM",
+    compared=(
+        "first token of a prompt whose sequence went to another one meanwhile: look-up, check, import and "
+        "last token, against the same prompt cold; llama-server with its own prompt cache in RAM beside"
+    ),
+    measure=measure_ram,
+)
+DISK = Workload(
+    id="P4",
+    title="warm restore from disk after a restart",
+    compared=(
+        "first token in a new engine from files, against the same from RAM, and against llama-server's "
+        "slot file saved and restored by hand plus its request"
+    ),
+    measure=measure_disk,
+)
+WINDOW = Workload(
+    id="P17",
+    title="warm restore with a sliding window",
+    compared="as P3 on gemma-3-270m, answers compared with the cold ones; no peer",
+    measure=measure_window,
+    model=fetch_window_model,
+)

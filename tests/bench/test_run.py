@@ -1,0 +1,165 @@
+"""The bench as a whole, on models of a moment: every workload gives figures, JSON and plots hold them."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from erllama.bench.catalog import WORKLOADS, choose
+from erllama.bench.llama_bench import read_rate
+from erllama.bench.plot import Chart
+from erllama.bench.programs import find_programs
+from erllama.bench.prompts import Prompts
+from erllama.bench.run import Request, run_bench
+from erllama.bench.workload import Found, Workload
+from erllama.errors import EngineError, InvalidOption, NativeLibraryError
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def asked(path, **more):
+    return Request(default_model=path, model=path, n_runs=1, quick=True, **more)
+
+
+def words(text):
+    return [sum(map(ord, word)) for word in text.split()]
+
+
+def test_workloads_are_chosen_by_name():
+    """In the catalogue's order, whatever the case; all of them for none."""
+    assert [w.id for w in choose(["p6", "P1B"])] == ["P1b", "P6"]
+    assert choose([]) == list(WORKLOADS)
+    with pytest.raises(InvalidOption, match="no workload 'P13'; there are P1, P1b"):
+        choose(["P1", "P13"])
+
+
+def test_the_catalogue_is_complete():
+    """P1-P12 and P14-P18, and P1b; P13 needs the HTTP server."""
+    assert {w.id for w in WORKLOADS} == {f"P{n}" for n in range(1, 19) if n != 13} | {"P1b"}
+
+
+def test_prompts_have_the_length_asked_for_and_differ_early():
+    """The same key gives the same ids; another one differs within the first words."""
+    prompts = Prompts(words, [1])
+    assert len(prompts.prompt(300, 1, 2)) == 300
+    assert prompts.prompt(300, 1, 2) == prompts.prompt(300, 1, 2)
+    assert prompts.prompt(300, 1, 2)[:300] != prompts.prompt(300, 1, 3)[:300]
+    assert prompts.prompt(9, 4)[:2] != prompts.prompt(9, 5)[:2]
+    assert prompts.prompt(9, 4)[0] == 1
+
+
+def test_programs_that_are_not_built_are_named_with_the_command(tmp_path):
+    """What to run is in the message."""
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "llama-server").touch()
+    with pytest.raises(
+        NativeLibraryError, match=r"llama-bench not built.*build_libllama.py --with-server-tools"
+    ):
+        find_programs(tmp_path)
+    (tmp_path / "tools" / "llama-bench").touch()
+    assert find_programs(tmp_path).server == tmp_path / "tools" / "llama-server"
+
+
+def test_llama_benchs_json_is_found_between_its_log():
+    """Its log goes the same way; something else is an error, not a figure."""
+    text = 'load: x\n[\n  {\n    "n_prompt": 4,\n    "avg_ts": 12.5\n  }\n]\nbye\n'
+    assert read_rate(text) == 12.5
+    for wrong in ("", "[\n]\n", "error: no model"):
+        with pytest.raises(EngineError, match="cannot be read"):
+            read_rate(wrong)
+
+
+@pytest.mark.parametrize("log_y", [False, True])
+def test_a_plot_places_its_points(log_y):
+    """Further right is more, higher is more; names and labels are text of the picture."""
+    series = {"a <b>": [(1.0, 0.02), (16.0, 3.0)], "c": [(4.0, 0.5)]}
+    chart = Chart(title="T", x_label="x & y", y_label="s", series=series, log_y=log_y)
+    tree = ET.fromstring(chart.svg())
+    points = [(float(c.get("cx")), float(c.get("cy"))) for c in tree.iter(f"{SVG}circle")]
+    assert len(points) == 3
+    (x1, y1), (x16, y16), (x4, y4) = points
+    assert x1 < x4 < x16
+    assert y1 > y4 > y16
+    texts = [text.text for text in tree.iter(f"{SVG}text")]
+    assert {"T", "x & y", "a <b>", "c", "16"} <= set(texts)
+
+
+async def test_a_workload_that_fails_does_not_end_the_run(tmp_path, capsys):
+    """Its reason is printed and written; the next one runs."""
+
+    async def broken(settings):
+        raise EngineError("it is broken")
+
+    async def fine(settings):
+        return Found(notes=["fine"])
+
+    workloads = [
+        Workload(id=name, title=name, compared="", measure=measure)
+        for name, measure in (("A", broken), ("B", fine))
+    ]
+    report = tmp_path / "r.json"
+    outcomes = await run_bench(asked(Path("m.gguf"), workloads=workloads, json=report))
+    assert [outcome.failure for outcome in outcomes] == ["it is broken", None]
+    assert "not measured: it is broken" in capsys.readouterr().out
+    written = json.loads(report.read_text())["workloads"]
+    assert [w["failure"] for w in written] == ["it is broken", None]
+
+
+async def test_what_was_measured_is_written_when_the_run_is_interrupted(tmp_path):
+    """Ctrl-C after an hour leaves that hour's figures."""
+
+    async def fine(settings):
+        return Found(notes=["fine"])
+
+    async def interrupted(settings):
+        raise KeyboardInterrupt
+
+    workloads = [
+        Workload(id=name, title=name, compared="", measure=measure)
+        for name, measure in (("A", fine), ("B", interrupted))
+    ]
+    report = tmp_path / "r.json"
+    with pytest.raises(KeyboardInterrupt):
+        await run_bench(asked(Path("m.gguf"), workloads=workloads, json=report))
+    assert [w["id"] for w in json.loads(report.read_text())["workloads"]] == ["A"]
+
+
+@pytest.mark.model
+@pytest.mark.slow
+async def test_every_workload_gives_figures_on_a_tiny_model(tmp_path, tiny_gguf, capsys):
+    """Nothing fails, every figure has a name and a value, and no bar is judged at these sizes."""
+    report, plots = tmp_path / "r.json", tmp_path / "plots"
+    workloads = [w for w in WORKLOADS if w.id not in ("P17", "P18")]  # they need a window
+    await run_bench(asked(tiny_gguf("dense"), workloads=workloads, json=report, plots=plots, folder=tmp_path))
+    written = json.loads(report.read_text())
+    assert written["schema"] == 1
+    assert written["flags"]["quick"] is True
+    assert {"machine", "versions", "started"} <= written.keys()
+    for workload in written["workloads"]:
+        assert workload["failure"] is None, workload
+        assert workload["figures"], workload
+        assert all(figure["met"] is None for figure in workload["figures"])
+    figures = {w["id"]: {f["name"]: f["ours"]["median"] for f in w["figures"]} for w in written["workloads"]}
+    # Counts hold on any machine, at any size.
+    assert figures["P5"]["written, as a share of the new tokens' KV"] <= 1.1
+    assert figures["P6"]["erllama: computed, of one head and the tails"] == pytest.approx(1, abs=0.05)
+    assert figures["P15"]["computed of the new chat"] <= 240
+    assert figures["P16"]["computed of the long chat + 20"] <= 84
+    assert all(n == 0 for name, n in figures["P14"].items() if name.startswith("left behind"))
+    assert {path.name for path in plots.iterdir()} == {"first-token.svg", "throughput.svg"}
+    assert "WRONG" not in capsys.readouterr().out
+
+
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["window", "dense"])
+async def test_window_workloads_measure_windows_only(tmp_path, tiny_gguf, kind):
+    """On another kind of memory they say that there is nothing to measure."""
+    outcomes = await run_bench(asked(tiny_gguf(kind), workloads=choose(["P17", "P18"]), folder=tmp_path))
+    if kind == "dense":
+        assert all("window" in (outcome.failure or "") for outcome in outcomes)
+    else:
+        assert all(outcome.failure is None and outcome.figures for outcome in outcomes)
