@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from erllama.errors import InvalidOption
 from erllama.options import Rejected, boolean, choice, option, options
 
+if TYPE_CHECKING:
+    from erllama.checks import Check
+
 Reasoning = Literal["auto", "off", "inline"]
 
 
-def anything(value: object) -> object:
-    """Checked where it is used."""
-    return value
+def checked_later(expected: str) -> Check:
+    """Refuses what cannot be right; `tools.py` and `schema_of` look at the rest where it is used."""
+
+    def check(value: object) -> object:
+        if value is not None and not isinstance(value, (str, Mapping, Sequence)):
+            raise Rejected(expected)
+        return value
+
+    return check
 
 
 def template_kwargs(value: object) -> dict[str, Any]:
@@ -36,10 +45,14 @@ class ChatOptions:
     template. `add_generation_prompt=False` renders the messages alone.
     """
 
-    tools: Sequence[Mapping[str, Any]] | None = option(default=None, check=anything)
-    tool_choice: str | Mapping[str, Any] = option(default="auto", check=anything)
+    tools: Sequence[Mapping[str, Any]] | None = option(default=None, check=checked_later("a list of tools"))
+    tool_choice: str | Mapping[str, Any] = option(
+        default="auto", check=checked_later('"auto", "none", "required" or a tool\'s name in a mapping')
+    )
     parallel_tool_calls: bool = option(default=True, check=boolean)
-    response_format: Mapping[str, Any] | None = option(default=None, check=anything)
+    response_format: Mapping[str, Any] | None = option(
+        default=None, check=checked_later("a mapping with a type")
+    )
     reasoning: Reasoning = option(default="auto", check=choice(*get_args(Reasoning)))
     template_kwargs: Mapping[str, Any] | None = option(default=None, check=template_kwargs)
     add_generation_prompt: bool = option(default=True, check=boolean)

@@ -38,12 +38,14 @@ class ChatParams:
     """A rendered conversation: `prompt` as text, `prompt_ids` as tokens, and what `chat_parse` needs.
 
     In `prompt` control tokens and the same characters in a message look alike; in `prompt_ids` they do not.
+    `n_head`: tokens before the first message of the user (system message and tools); 0 if that is unknown.
     """
 
     prompt: str = field(repr=False)
     prompt_ids: list[int] = field(repr=False)
     applied: llama.Applied = field(repr=False)
     tool_names: tuple[str, ...] = ()
+    n_head: int = 0
     prefilled: bool = False
     apply_s: float = 0.0
 
@@ -90,12 +92,15 @@ class Renderer:
         applied = self._template.native.apply(inputs)
         shown, prompt = self._shown(inputs, applied, tools)
         _check_supported(self._template, applied, checked, tools)
-        prompt_ids = self._tokens(prompt, shown)
+        mark = choose_mark(schema_text([shown, prompt]) + prompt)
+        marked = self._marked(prompt, shown, mark)
+        prompt_ids = self._template.markup.tokens(marked, mark, self._vocabulary.tokenize)
         return ChatParams(
             prompt=prompt,
             prompt_ids=prompt_ids,
             applied=dataclasses.replace(applied, grammar=sealed(applied.grammar)),
             tool_names=tools.names,
+            n_head=self._n_head(marked, mark, prompt_ids, applied),
             prefilled=inputs["continue_final_message"] != "none",
             apply_s=time.perf_counter() - started,
         )
@@ -141,11 +146,16 @@ class Renderer:
 
     # --- tokens ---
 
-    def _tokens(self, prompt: str, inputs: dict[str, Any]) -> list[int]:
-        mark = choose_mark(schema_text([inputs, prompt]) + prompt)
-        return self._template.markup.tokens(
-            self._marked(prompt, inputs, mark), mark, self._vocabulary.tokenize
-        )
+    def _n_head(self, marked: str, mark: str, prompt_ids: list[int], applied: llama.Applied) -> int:
+        """Where the first message of the user begins, in whole tokens."""
+        begin = next((text for role, text in applied.delimiters if role == "user"), "")
+        at = marked.find(begin) if begin else 0
+        if at <= 0:
+            return 0
+        head = self._template.markup.tokens(marked[:at], mark, self._vocabulary.tokenize)
+        pairs = zip(head, prompt_ids, strict=False)
+        first = next((i for i, (one, other) in enumerate(pairs) if one != other), len(head))
+        return min(first, len(prompt_ids))
 
     def _marked(self, prompt: str, inputs: dict[str, Any], mark: str) -> str:
         """The prompt, with control-token text of messages and tools split by marks."""

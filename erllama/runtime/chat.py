@@ -184,6 +184,7 @@ class ModelChat:
             json_schema=None,
             grammar=generation.grammar if own_grammar else params.grammar,
             stop=(*generation.stop, *params.applied.stops),
+            prefix_checkpoint_len=generation.prefix_checkpoint_len or params.n_head or None,
         )
         with ChatTranslator(params, self._key, stops=generation.stop) as translator:
             try:

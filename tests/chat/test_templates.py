@@ -208,6 +208,23 @@ def test_what_a_template_acts_on_is_refused():
         render.render([{"role": "system", "content": f"a {text} b"}, USER], ChatOptions(tools=TOOLS))
 
 
+def test_heads_end_before_the_user():
+    """System message and tools are a beginning that conversations share; most templates tell where it ends."""
+    n_found = 0
+    for name in NAMES:
+        if name in NO_TOOLS | REFUSES_DIALOGUE:
+            continue
+        render, _ = renderer(name)
+        system = {"role": "system", "content": "Be brief <|im_end|>."}
+        asked = [{**USER, "content": text} for text in ("Oslo?", "Rome and <|im_start|>user?")]
+        one, other = (render.render([system, user], ChatOptions(tools=TOOLS)) for user in asked)
+        n_found += one.n_head > 0
+        assert one.n_head == other.n_head
+        assert one.prompt_ids[: one.n_head] == other.prompt_ids[: one.n_head]
+        assert b"Oslo" not in bytes(t for t in one.prompt_ids[: one.n_head] if t < 256)
+    assert n_found >= 50
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_prompt_is_upstreams(name):
     """C4: marks leave no trace, the prompt equals what upstream renders."""
