@@ -47,9 +47,9 @@ async def _generate(
         with _in_words_of_the_command(arguments):
             completion = await _print_stream(model, prompt, generation)
     if arguments.stats:
-        print(_stats_line(completion), file=sys.stderr)
+        print(stats_line(completion), file=sys.stderr)
     elif tiers and sys.stderr.isatty():
-        print(f"{_reused(completion)} came from the cache", file=sys.stderr)
+        print(f"{reused(completion)} came from the cache", file=sys.stderr)
 
 
 async def _print_stream(model: Any, prompt: str, generation: dict[str, Any]) -> Completion:
@@ -109,7 +109,8 @@ def _read_stdin(arguments: argparse.Namespace) -> str:
         ) from None
 
 
-def _stats_line(completion: Completion) -> str:
+def stats_line(completion: Completion) -> str:
+    """Tokens and speed of an answer, in one line."""
     stats = completion.stats
     prefill = f"{stats.n_computed / stats.prefill_s:.0f} tokens/s" if stats.prefill_s else "no time"
     n_decoded = max(stats.n_generated - 1, 0)  # the first token comes out of the prefill
@@ -122,5 +123,6 @@ def _stats_line(completion: Completion) -> str:
     )
 
 
-def _reused(completion: Completion) -> str:
+def reused(completion: Completion) -> str:
+    """How much of the prompt was not computed."""
     return f"{completion.stats.n_cached} of {completion.stats.n_prompt} prompt tokens"
