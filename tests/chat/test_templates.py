@@ -85,6 +85,15 @@ def test_a_plain_conversation(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_content_in_parts(name):
+    """A list of text parts renders: all of them, in order."""
+    render, _ = renderer(name)
+    parts = [{"type": "text", "text": text} for text in ("alpha", "beta")]
+    prompt = render.render([{"role": "user", "content": parts}], ChatOptions()).prompt
+    assert 0 <= prompt.rindex("alpha") < prompt.rindex("beta")
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_dialogue_with_two_tools(name):
     """C16: earlier calls, their arguments and their results are in the prompt, in order."""
     render, _ = renderer(name)

@@ -233,6 +233,11 @@ async def test_a_model_without_template(gemma_path):
     async def given(model):
         answer = await model.chat([USER], max_tokens=3)
         assert answer.stats.n_generated
+        ids = await model.render_chat_template([USER])
+        bos = model.tokenize("")
+        assert len(bos) == 1
+        assert ids.count(bos[0]) == 1  # FAULTS: the template writes it, and so does the tokenizer
+        assert ids[0] == bos[0]
 
     await with_model(gemma_path, without)
     await with_model(gemma_path, given, chat_template=template("google-gemma-2-2b-it"))
