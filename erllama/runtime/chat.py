@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
+from erllama.chat.answer import read_answer
 from erllama.chat.grammar import SchemaGrammars
 from erllama.chat.options import ChatOptions
 from erllama.chat.prompt import ChatParams, Renderer, Vocabulary
@@ -16,6 +17,7 @@ from erllama.chat.templates import Template
 from erllama.engine.home import require_home
 from erllama.engine.request import EventStream, open_stream
 from erllama.errors import ContextOverflow, HandleClosed, InvalidContent, NotLoaded, NotSupported
+from erllama.options import GenerationOptions
 from erllama.types import ChatMessage
 
 from .chat_events import ChatTranslator
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from erllama.chat.messages import Message
     from erllama.chat.templates import TemplateCache
     from erllama.engine.handle import Handle
-    from erllama.options import GenerationOptions
 
 HOPELESS_FROM = 64 << 10  # characters; below, rendering costs less than finding out
 
@@ -119,8 +120,6 @@ class ModelChat:
 
     async def parse(self, params: ChatParams, text: str, partial: bool) -> ChatMessage:
         """Read an answer in a worker thread. Cancellation: leaves the thread to itself."""
-        from erllama.chat.answer import read_answer
-
         if not isinstance(params, ChatParams):
             raise InvalidContent("chat_parse needs what chat_apply gave")
         started = trio.current_time()

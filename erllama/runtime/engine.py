@@ -6,7 +6,9 @@ import dataclasses
 import itertools
 import logging
 import os
+import platform
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Never, TypedDict, Unpack
 
@@ -156,6 +158,11 @@ class Engine:
                 f"load_model: exact={exact!r}: expected 'session' or 'cold'",
                 detail={"key": "exact", "value": exact},
             )
+        if not isinstance(deterministic, bool):
+            raise InvalidOption(
+                f"load_model: deterministic={deterministic!r}: expected True or False",
+                detail={"key": "deterministic", "value": deterministic},
+            )
         made, file = _make_backend(path, backend, model or ModelOptions(), asked)
         model_id = self._claim_id(model_id, file)
         try:
@@ -164,11 +171,11 @@ class Engine:
                 made,
                 context_options,
                 progress,
-                lambda facts: self._link(made, facts, policy or SavePolicy(), tier),
+                lambda facts: self._link(made, facts, policy or SavePolicy(), tier, file or model_id),
                 self.config.evict_save_timeout_s,
                 "cold" if deterministic else exact,
+                deterministic,
             )
-            handle.deterministic = deterministic
             if self._closed:  # meanwhile
                 handle.stop()
                 await handle.serve()
@@ -194,16 +201,21 @@ class Engine:
                 f"no tier {tier!r}; there are {', '.join(known)}", detail={"key": "tier", "value": tier}
             )
 
-    def _link(self, backend: Backend, facts: BackendFacts, policy: SavePolicy, tier: str) -> CacheLink | None:
+    def _link(
+        self, backend: Backend, facts: BackendFacts, policy: SavePolicy, tier: str, file: str
+    ) -> CacheLink | None:
         if facts.shape_hash is None:
             return None
         pieces: Callable[[Sequence[int]], list[bytes]] = getattr(
             backend, "key_pieces", lambda tokens: [b""] * len(tokens)
         )
+        told = _told(facts, file)
         return CacheLink(
             store=self.cache.store,
-            identity=Identity(shape_hash=facts.shape_hash, n_ctx=facts.n_ctx),
-            cold_identity=Identity(shape_hash=cold_shape_hash(facts), n_ctx=facts.n_ctx),
+            identity=Identity(shape_hash=facts.shape_hash, n_ctx=facts.n_ctx, facts=told),
+            cold_identity=Identity(
+                shape_hash=cold_shape_hash(facts), n_ctx=facts.n_ctx, facts={**told, "exact": "cold"}
+            ),
             policy=policy,
             tier=tier,
             pieces=pieces,
@@ -322,6 +334,26 @@ def _checked(name: str, check: Check, value: object) -> Any:
         raise InvalidOption(
             f"load_model: {name}={value!r}: expected {why}", detail={"key": name, "value": value}
         ) from None
+
+
+def _told(facts: BackendFacts, file: str) -> dict[str, Any]:
+    """What cache files say, to people and tools, about where their KV comes from."""
+    build = facts.details.get("build")
+    return {
+        "model": Path(file).name,
+        "quantisation": facts.quant_tag,
+        "memory": facts.memory_kind.value,
+        "host": platform.node(),
+        "erllama": _version(),
+        "llama_cpp": "" if build is None else build.llama_version,
+    }
+
+
+def _version() -> str:
+    try:
+        return metadata.version("erllama")
+    except metadata.PackageNotFoundError:
+        return ""  # run from its sources
 
 
 def _unknown_argument(name: str) -> UnknownOption:

@@ -12,6 +12,8 @@ import trio
 import erllama
 from erllama import ContextOptions, DecodeFailed, DiskTier, InvalidOption, NotLoaded, SavePolicy
 from erllama.backend import StepResult, StepStatus
+from erllama.kvcache.files import Files
+from erllama.kvcache.read import read_head
 from erllama.kvcache.store import KvStore
 from erllama.testing import FakeBackend
 
@@ -409,3 +411,21 @@ async def test_eight_at_once_explain_what_they_did_not_share():
                 nursery.start_soon(ask, i)
         reasons = [(m.reason, m.index) for m in misses]
         assert sorted(reasons) == [("differs_at", 200)] * 3 + [("nothing_stored", 0)]
+
+
+async def test_cache_files_say_where_they_come_from(tmp_path: Path):
+    """K12: model, quantisation, kind of memory, host and versions, for people and tools."""
+    async with erllama.open_engine(tiers=[DiskTier("kv", str(tmp_path))]) as engine:
+        policy = SavePolicy(min_tokens=1, cold_min_tokens=1)
+        model = await engine.load_model(backend=FakeBackend(), model_id="mine", policy=policy, tier="kv")
+        await model.complete("hello", max_tokens=2)
+        await model.complete("hello" * 60, max_tokens=2, exact="cold")
+        await engine.cache.flush()
+    files = list(tmp_path.rglob("*.kvc"))  # noqa: ASYNC240  # nothing else runs
+    told = [read_head(Files(), str(file))[1].facts for file in files]
+    assert told
+    for facts in told:
+        assert facts["model"] == "mine"
+        assert facts["memory"] == "dense"
+        assert facts["erllama"] == erllama.__version__
+        assert facts["host"]
