@@ -11,7 +11,7 @@ from chat.scenes import FOLDER, TOOLS, USER
 
 import erllama
 from erllama import Token, ToolCallDelta
-from erllama.errors import NotSupported
+from erllama.errors import InvalidGrammar, NotSupported
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -131,6 +131,21 @@ async def test_a_schema_holds_at_any_temperature(smollm2_path):
             for seed in range(20):
                 nursery.start_soon(one, seed)
         assert len(finished) >= 18
+
+    await with_model(smollm2_path, work)
+
+
+async def test_a_schema_goes_on_from_a_prefilled_answer(smollm2_path):
+    """The beginning that the caller wrote counts; one that the schema forbids is refused."""
+
+    async def work(model):
+        begun = '{"city": "Oslo", "rain":'
+        answer = await model.chat(
+            [USER, {"role": "assistant", "content": begun}], json_schema=SCHEMA, seed=5, max_tokens=60
+        )
+        jsonschema.validate(json.loads(begun + answer.reply), SCHEMA)
+        with pytest.raises(InvalidGrammar):
+            await model.chat([USER, {"role": "assistant", "content": "Sure: "}], json_schema=SCHEMA)
 
     await with_model(smollm2_path, work)
 
