@@ -162,7 +162,7 @@ def test_a_cut_answer_makes_up_no_call(name, message):
     applied, text = written(templates(name), message)
     params = ChatParams(prompt="", prompt_ids=[], applied=applied, tool_names=("get_weather", "get_time"))
     wanted = [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]]
-    for end in range(0, len(text), 3):
+    for end in range(0, len(text), 7):
         with Answer(params) as answer:
             answer.feed(text[:end])
             _, read = answer.finish(complete=False)
