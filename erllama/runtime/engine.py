@@ -69,6 +69,8 @@ class EngineOverrides(TypedDict, total=False):
     stream_buffer_events: int
     tiers: Sequence[DiskTier | RamFileTier]
     ram_max_bytes: int
+    ram_spill: str | None
+    lookup_log: str | None
     writer_max_concurrent: int
     evict_save_timeout_s: float
     chat_cache_size: int
@@ -111,7 +113,8 @@ class Engine:
     ) -> Model:
         """Load a GGUF file and start serving it.
 
-        `tier` names where its KV is kept, `policy` says what of it.
+        `tier` names where its KV is kept: in RAM only, unless it names one of the engine's file tiers.
+        `policy` says what of it.
 
         `chat_template` (Jinja) takes the place of the file's own. `thinking_markers` are the texts that begin
         and end thinking, for streams of raw prompts with `thinking=True`.
@@ -136,6 +139,7 @@ class Engine:
         for name, given, wanted in (
             ("model", model, ModelOptions),
             ("context", context, ContextOptions),
+            ("policy", policy, SavePolicy),
             ("model_id", model_id, str),
         ):
             if given is not None and not isinstance(given, wanted):
@@ -180,6 +184,7 @@ class Engine:
                 handle.stop()
                 await handle.serve()
                 raise HandleClosed(f"the engine was closed while {model_id!r} was being loaded")
+            self._warn_of_ram_only(model_id, tier)
             loaded = self._model(handle, file, template, markers)
             self._models[model_id] = loaded
             self._nursery.start_soon(self._serve, handle)
@@ -199,6 +204,15 @@ class Engine:
         if tier not in known:
             raise InvalidConfig(
                 f"no tier {tier!r}; there are {', '.join(known)}", detail={"key": "tier", "value": tier}
+            )
+
+    def _warn_of_ram_only(self, model_id: str, tier: str) -> None:
+        """Who has a file tier wants it used."""
+        files = [t.name for t in self.cache.list_tiers() if t.name != RAM_TIER]
+        if tier == RAM_TIER and files:
+            log.warning(
+                "%s is kept in RAM only, so it is cold after a restart; write load_model(…, tier=%r)",
+                *(model_id, files[0]),
             )
 
     def _link(
@@ -303,8 +317,9 @@ async def _open_engine(config: EngineConfig | None, overrides: EngineOverrides) 
     elif overrides:
         config = EngineConfig(**{**vars(config), **overrides})
     options = StoreOptions(
-        ram=RamTier(max_bytes=config.ram_max_bytes),
+        ram=RamTier(max_bytes=config.ram_max_bytes, spill=config.ram_spill),
         tiers=config.tiers,
+        lookup_log=config.lookup_log,
         writer_max_concurrent=config.writer_max_concurrent,
         shutdown_s=config.evict_save_timeout_s,
     )
