@@ -8,6 +8,8 @@ and native code with the first model, so that `erllama --help` is there at once.
 TYPE_CHECKING = False  # as type checkers know it; importing it from typing would cost most of the import
 
 if TYPE_CHECKING:
+    from .chat.options import ChatOptions as ChatOptions
+    from .chat.prompt import ChatParams as ChatParams
     from .errors import AlreadyLoaded as AlreadyLoaded
     from .errors import BatchOverflow as BatchOverflow
     from .errors import ContextOverflow as ContextOverflow
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from .options import ContextOptions as ContextOptions
     from .options import EngineConfig as EngineConfig
     from .options import ModelOptions as ModelOptions
+    from .runtime.chat import ChatStatistics as ChatStatistics
     from .runtime.engine import Engine as Engine
     from .runtime.engine import open_engine as open_engine
     from .runtime.info import ModelInfo as ModelInfo
@@ -59,6 +62,7 @@ if TYPE_CHECKING:
     from .runtime.model import collect as collect
     from .types import CacheDelta as CacheDelta
     from .types import CacheHit as CacheHit
+    from .types import ChatMessage as ChatMessage
     from .types import Completion as Completion
     from .types import Done as Done
     from .types import Event as Event
@@ -67,9 +71,13 @@ if TYPE_CHECKING:
     from .types import Prefilled as Prefilled
     from .types import Request as Request
     from .types import Stats as Stats
+    from .types import Thinking as Thinking
+    from .types import ThinkingEnd as ThinkingEnd
     from .types import Token as Token
     from .types import TokenId as TokenId
     from .types import TokenLogprob as TokenLogprob
+    from .types import ToolCall as ToolCall
+    from .types import ToolCallDelta as ToolCallDelta
 
     __version__: str
 
@@ -126,6 +134,7 @@ _MODULES = {
     "types": (
         "CacheDelta",
         "CacheHit",
+        "ChatMessage",
         "Completion",
         "Done",
         "Event",
@@ -134,10 +143,17 @@ _MODULES = {
         "Prefilled",
         "Request",
         "Stats",
+        "Thinking",
+        "ThinkingEnd",
         "Token",
         "TokenId",
         "TokenLogprob",
+        "ToolCall",
+        "ToolCallDelta",
     ),
+    "chat.options": ("ChatOptions",),
+    "chat.prompt": ("ChatParams",),
+    "runtime.chat": ("ChatStatistics",),
     "runtime.engine": (
         "Engine",
         "open_engine",

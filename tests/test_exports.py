@@ -17,6 +17,9 @@ PUBLIC = {
     "CacheDelta", "CacheHit", "Completion", "Done", "Event", "Exactness", "Miss",
     "Prefilled", "Request", "Stats", "Token",
     "TokenId", "TokenLogprob",
+    # chat
+    "ChatMessage", "ChatOptions", "ChatParams", "ChatStatistics", "Thinking", "ThinkingEnd", "ToolCall",
+    "ToolCallDelta",
     # errors
     "ErllamaError", "RequestError", "Overloaded", "EngineError",
     "AlreadyLoaded", "BatchOverflow", "ContextOverflow", "DecodeAborted", "DecodeFailed", "DecodeTimeout",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Never, TypedDict, Unpack
 
 import trio
 
+from erllama.chat.templates import TemplateCache
 from erllama.engine.cache_link import CacheLink
 from erllama.engine.cold import cold_shape_hash
 from erllama.engine.handle import Handle
@@ -31,16 +32,28 @@ from erllama.kvcache.key import Identity
 from erllama.kvcache.policy import SavePolicy
 from erllama.kvcache.store import StoreOptions, open_store
 from erllama.kvcache.tiers import RAM_TIER, RamTier
-from erllama.options import ContextOptions, EngineConfig, ModelOptions, unknown_option
+from erllama.options import (
+    ContextOptions,
+    EngineConfig,
+    ModelOptions,
+    Rejected,
+    optional,
+    string,
+    two_strings,
+    unknown_option,
+)
 
 from .block import Block
 from .cache import Cache
+from .chat import ModelChat
 from .model import Model
+from .raw_thinking import RawThinking
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
     from erllama.backend import Backend, BackendFacts
+    from erllama.checks import Check
     from erllama.kvcache.store import KvStore
     from erllama.kvcache.tiers import DiskTier, RamFileTier
     from erllama.types import Request
@@ -60,6 +73,8 @@ class EngineOverrides(TypedDict, total=False):
     lookup_log: str | None
     writer_max_concurrent: int
     evict_save_timeout_s: float
+    chat_cache_size: int
+    thinking_signing_key: bytes | None
 
 
 class Engine:
@@ -73,6 +88,7 @@ class Engine:
         self._models: dict[str, Model] = {}
         self._loading: set[str] = set()
         self._numbers = itertools.count(1)
+        self._templates = TemplateCache(config.chat_cache_size)
         self._closed = False
 
     def __repr__(self) -> str:
@@ -88,6 +104,8 @@ class Engine:
         policy: SavePolicy | None = None,
         tier: str = RAM_TIER,
         backend: Literal["llama"] | Backend = "llama",
+        chat_template: str | None = None,
+        thinking_markers: Sequence[str] | None = None,
         progress: Callable[[float], None] | None = None,
         exact: Literal["session", "cold"] = "session",
         deterministic: bool = False,
@@ -97,6 +115,9 @@ class Engine:
 
         `tier` names where its KV is kept: in RAM only, unless it names one of the engine's file tiers.
         `policy` says what of it.
+
+        `chat_template` (Jinja) takes the place of the file's own. `thinking_markers` are the texts that begin
+        and end thinking, for streams of raw prompts with `thinking=True`.
 
         `exact`: what requests get that do not say. "session": the answer of the same engine had it never
         dropped anything; "cold": bit for bit that of a fresh context, which means one request at a time.
@@ -131,6 +152,8 @@ class Engine:
                 f"load_model: progress={progress!r}: expected a function of one number",
                 detail={"key": "progress", "value": progress},
             )
+        markers = _checked("thinking_markers", optional(two_strings), thinking_markers)
+        template = _checked("chat_template", optional(string), chat_template)
         asked = context or ContextOptions()
         context_options = asked.resolved()
         self._check_tier(tier)
@@ -162,12 +185,19 @@ class Engine:
                 await handle.serve()
                 raise HandleClosed(f"the engine was closed while {model_id!r} was being loaded")
             self._warn_of_ram_only(model_id, tier)
-            loaded = Model(handle, file, self.config.stream_buffer_events)
+            loaded = self._model(handle, file, template, markers)
             self._models[model_id] = loaded
             self._nursery.start_soon(self._serve, handle)
         finally:
             self._loading.discard(model_id)
         return loaded
+
+    def _model(
+        self, handle: Handle, file: str | None, template: str | None, markers: tuple[str, str] | None
+    ) -> Model:
+        key, n_events = self.config.thinking_signing_key, self.config.stream_buffer_events
+        chat = ModelChat(handle, self._templates, template=template, signing_key=key, buffer_events=n_events)
+        return Model(handle, file, n_events, chat, None if markers is None else RawThinking(markers, key))
 
     def _check_tier(self, tier: str) -> None:
         known = [t.name for t in self.cache.list_tiers()]
@@ -224,6 +254,7 @@ class Engine:
         except Exception:
             log.exception("model %s failed and was unloaded; load it again to go on", handle.model_id)
         finally:
+            self._templates.purge(handle)
             del self._models[handle.model_id]
 
     def close_nowait(self) -> None:
@@ -311,6 +342,15 @@ async def _open_engine(config: EngineConfig | None, overrides: EngineOverrides) 
         raise error
 
 
+def _checked(name: str, check: Check, value: object) -> Any:
+    try:
+        return check(value)
+    except Rejected as why:
+        raise InvalidOption(
+            f"load_model: {name}={value!r}: expected {why}", detail={"key": name, "value": value}
+        ) from None
+
+
 def _told(facts: BackendFacts, file: str) -> dict[str, Any]:
     """What cache files say, to people and tools, about where their KV comes from."""
     build = facts.details.get("build")
@@ -340,6 +380,7 @@ def _unknown_argument(name: str) -> UnknownOption:
             return unknown_option(name, names, where="load_model", instead=f"write {write}")
     known = (
         *("path", "model_id", "model", "context", "policy", "tier", "backend", "progress"),
+        *("chat_template", "thinking_markers"),
         *("exact", "deterministic"),
     )
     return unknown_option(name, known, where="load_model")
