@@ -103,8 +103,6 @@ MEANINGS: dict[type, dict[str, str]] = {
 NOT_RAISED = {
     "ModelCrashed",
     "ModelLoading",
-    "QueueFull",
-    "QueueTimeout",
 }
 
 

@@ -1,0 +1,185 @@
+"""The one way from a request of any dialect to events of the engine and back."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from erllama import Done
+from erllama.errors import ContextOverflow, EngineUnresponsive, StickyBusy
+
+from .fit import without_oldest
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Mapping
+    from contextlib import AbstractAsyncContextManager
+
+    from erllama import Completion, Event, Model
+    from erllama.engine.request import EventStream
+
+    from .metrics import Metrics
+    from .pool import Lease, Loading, Pool
+    from .settings import LimitsTable, Settings
+
+END_SESSION_S = 5.0
+ROOM_FOR_ANSWER = 4  # a history that is cut leaves this part of the context to the answer, or max_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What a client wants, in no dialect: a prompt (text or token ids) or messages with `chat` options."""
+
+    model: str
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    chat: Mapping[str, Any] = field(default_factory=dict)
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    session_id: str | None = None
+    keep_alive_s: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+class Answer:
+    """An answer that is being generated: iterate its events. `completion` is there once it is over."""
+
+    def __init__(self, lease: Lease, events: EventStream, limits: LimitsTable, n_dropped: int) -> None:
+        self.lease = lease
+        self.n_dropped = n_dropped
+        self.completion: Completion | None = None
+        self._events = events
+        self._limits = limits
+        self._ahead: deque[Event] = deque()
+        self._n_seen = 0
+        self._ends_at = trio.current_time() + limits.total_s
+
+    @property
+    def model(self) -> Model:
+        """Who answers."""
+        return self.lease.model
+
+    async def usage(self) -> tuple[int, int]:
+        """Tokens of the prompt and how many of them were reused; right once the first event was seen."""
+        mine = self._events.request.id
+        info = next((r for r in self.model.requests() if r.id == mine), None)
+        if info is not None:
+            await trio.lowlevel.checkpoint()
+            return info.n_prompt, info.n_cached
+        while self.completion is None:  # it is over, and all of its events are there
+            self._ahead.append(await self._next())
+        return self.completion.stats.n_prompt, self.completion.stats.n_cached
+
+    def __aiter__(self) -> Answer:
+        return self
+
+    async def __anext__(self) -> Event:
+        """The next event. Raises: `EngineUnresponsive` at a limit. Cancellation: loses nothing."""
+        return self._ahead.popleft() if self._ahead else await self._next()
+
+    async def _next(self) -> Event:
+        name, limit = (
+            ("generation_idle_s", self._limits.generation_idle_s)
+            if self._n_seen
+            else ("prefill_s", self._limits.prefill_s)
+        )
+        left = self._ends_at - trio.current_time()
+        if left < limit:
+            name, limit = "total_s", max(left, 0.0)
+        with trio.move_on_after(limit) as scope:
+            event = await anext(self._events)
+        if scope.cancelled_caught:
+            raise EngineUnresponsive(
+                f"the limit limits.{name} was reached", detail={"limit": name, "seconds": limit}
+            )
+        self._n_seen += 1
+        if isinstance(event, Done):
+            self.completion = event.completion
+        return event
+
+
+class Generator:
+    """Answers requests with the models of a pool."""
+
+    def __init__(self, pool: Pool, settings: Settings, metrics: Metrics) -> None:
+        self.pool = pool
+        self.settings = settings
+        self._metrics = metrics
+
+    @asynccontextmanager
+    async def answer(
+        self, ask: Ask, *, on_loading: Callable[[Loading], None] = lambda _: None
+    ) -> AsyncIterator[Answer]:
+        """The answer, for the block. Leaving it early ends the request wherever it is, and its session.
+
+        Raises: `ModelNotFound`, `QueueFull`, `QueueTimeout`, what loading raises, and as `Model.chat`.
+        Cancellation: as leaving the block.
+        """
+        spec = self.pool.resolver.resolve(ask.model)
+        async with (
+            self.pool.lease(spec, keep_alive_s=ask.keep_alive_s, on_loading=on_loading) as lease,
+            self._opened(lease, ask) as answer,
+        ):
+            self._metrics.begun(spec.name)
+            try:
+                yield answer
+            finally:
+                self._metrics.ended(spec.name, answer.completion)
+                if answer.completion is None and ask.session_id is not None:
+                    with trio.move_on_after(END_SESSION_S, shield=True):
+                        await lease.model.end_session(ask.session_id)
+
+    @asynccontextmanager
+    async def _opened(self, lease: Lease, ask: Ask) -> AsyncIterator[Answer]:
+        limits = self.settings.limits
+        async with AsyncExitStack() as stack:
+            started = trio.current_time()
+            messages, n_all = ask.messages, len(ask.messages or ())
+            session_id = ask.session_id
+            while True:
+                stream = _stream(lease.model, ask, messages, session_id)
+                try:
+                    with trio.fail_after(limits.engine_call_s):
+                        events = await stack.enter_async_context(stream)
+                    break
+                except trio.TooSlowError:
+                    raise EngineUnresponsive(
+                        f"the engine did not take the request within {limits.engine_call_s:g} s",
+                        detail={"limit": "engine_call_s", "seconds": limits.engine_call_s},
+                    ) from None
+                except StickyBusy:
+                    if self.settings.session_busy == "refuse" or session_id is None:
+                        raise
+                    session_id = None
+                except ContextOverflow as why:
+                    messages = self._shorter(messages, why, ask)
+            self._metrics.admitted("infer", trio.current_time() - started)
+            yield Answer(lease, events, limits, n_all - len(messages or ()))
+
+    def _shorter(
+        self, messages: list[dict[str, Any]] | None, why: ContextOverflow, ask: Ask
+    ) -> list[dict[str, Any]]:
+        if messages is None or not self.settings.fit_history or not isinstance(why.detail, dict):
+            raise why
+        n_ctx = int(why.detail["n_ctx"])
+        room = min(ask.generation.get("max_tokens", math.inf), n_ctx // ROOM_FOR_ANSWER)
+        shorter = without_oldest(
+            messages, n_prompt=int(why.detail["n_prompt"]), n_wanted=n_ctx - 1 - int(room)
+        )
+        if shorter is None:
+            raise why
+        return [dict(message) for message in shorter]
+
+
+def _stream(
+    model: Model, ask: Ask, messages: list[dict[str, Any]] | None, session_id: str | None
+) -> AbstractAsyncContextManager[EventStream]:
+    # Those who wait for a sequence do so in the pool's queue; what is left is the step in which one ends.
+    options: dict[str, Any] = {**ask.generation, "session_id": session_id, "on_full": "block"}
+    if messages is not None:
+        return model.chat_stream(messages, **ask.chat, **options)
+    assert ask.prompt is not None, "an ask has messages or a prompt"
+    return model.stream(ask.prompt, **options)
