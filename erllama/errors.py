@@ -340,7 +340,7 @@ class Reasons:
     EXTRA: ClassVar[frozenset[str]] = frozenset(
         (
             *("oom", "timeout", "no_room", "wrong_loop", "no_pip", "no_index", "no_space", "wrong_hash"),
-            *("empty_prefix", "busy", "no_gpu", "chat_not_supported"),
+            *("empty_prefix", "busy", "no_gpu", "chat_not_supported", "peer_failed", "not_measured"),
         )
     )
 

@@ -79,7 +79,14 @@ PURE_STORE = (
 NO_TRIO = (
     *("llama/", "chat/", *(f"{module}.py" for module in BASE)),
     *(f"kvcache/{name}.py" for name in PURE_STORE),
-    *("engine/admission.py", "engine/planner.py", "engine/sampling.py", "engine/state.py", "engine/text.py"),
+    *(
+        "engine/admission.py",
+        "engine/planner.py",
+        "engine/retokenise.py",
+        "engine/sampling.py",
+        "engine/state.py",
+        "engine/text.py",
+    ),
 )
 
 MODULES = sorted(path for path in ROOT.rglob("*.py") if "_native" not in path.parts)

@@ -39,21 +39,15 @@ async def measure_growth(settings: Settings) -> Found:
                 computed.append(answer.n_computed)
                 history += [*answer.generated, *own.prompts.tail(n_new, 5, turn)]
             per_token = own.kv_bytes_per_token
-    n_tokens = n_turns * (n_new + n_out)
-    per_turn = [b - a for a, b in itertools.pairwise([0.0, *written])]
-    wholes = sum(turn * (n_new + n_out) for turn in range(1, n_turns + 1)) / n_tokens
+    new_bytes = per_token * (n_new + n_out)
+    shares = [(b - a) / new_bytes for a, b in itertools.pairwise([0.0, *written])]
     return Found(
         figures=[
-            single(
-                "written, as a share of the new tokens' KV",
-                "×",
-                [written[-1] / per_token / n_tokens],
-                WRITTEN_BAR,
-            ),
-            single("written a turn", "MB", [b / 1e6 for b in per_turn]),
+            single("most written in a turn, of its new tokens' KV", "×", [max(shares)], WRITTEN_BAR),
+            single("written in all, of all tokens' KV", "×", [sum(shares) / n_turns]),
             single("computed a turn", "tokens", [float(n) for n in computed[1:]]),
         ],
-        notes=[f"Saving the whole state each turn would write {wholes:.1f} × the new tokens' KV."],
+        notes=[f"Saving the whole state each turn would write {(n_turns + 1) / 2:.1f} × the new tokens' KV."],
     )
 
 
@@ -76,10 +70,23 @@ async def measure_edit(settings: Settings) -> Found:
         if settings.programs is not None:
             peer = await stack.enter_async_context(open_peer(settings, n_ctx=n_ctx))
             theirs = await _edited(peer, turns, after)
+        stored = await _edited_from_ram(own, turns, same)
         slack = 1 if own.model.info().memory_kind == "dense" else 256
-        bar = Bar("<=", len(after) - same + slack, "value")
+    bar = Bar("<=", len(after) - same + slack, "value")
     _add_counts(found, "computed after the edit", ours, theirs, bar)
+    # Stored KV is cut at any token of a block, live KV too: the same bar.
+    _add_counts(found, "computed after an edit, from RAM", stored, None, bar)
     return found
+
+
+async def _edited_from_ram(own: Own, turns: list[list[int]], same: int) -> Answer:
+    """Another edit of the same turn, once the sequence was given away."""
+    await own.engine.cache.flush()
+    await own.displace(7)
+    before = list(itertools.chain(*turns))
+    # The first token that differs is the one that differed before.
+    edited = [*before[:same], *own.prompts.tail(len(turns[4]), 777), *itertools.chain(*turns[5:])]
+    return await own.ask(edited[: len(before)], 1, cache=True)
 
 
 async def _edited(side: Side, turns: list[list[int]], after: list[int]) -> Answer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -27,24 +28,59 @@ BAR = Bar(">=", 1.0)
 TURNS_BAR = Bar(">=", 0.9)
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """`n` requests at once, in one KV layout; `label` names a layout that is not the default."""
+
+    n: int
+    n_prompt: int
+    n_out: int
+    type_kv: str = "f16"
+    kv_unified: bool = True
+    label: str = ""
+
+    @property
+    def n_ctx_each(self) -> int:
+        """Cells of one request; separate streams come in multiples of 256 (llama.cpp pads them)."""
+        need = self.n_prompt + self.n_out + 32
+        return need if self.kv_unified else need + -need % 256
+
+
 async def measure_decode(settings: Settings) -> Found:
     """Distinct prompts, nothing cached, all started at once; whole wall clock and decode alone."""
     found = Found()
     n_prompt, n_out = settings.pick((256, 128), (32, 16))
-    for n in settings.pick((1, 4, 8, 16), (1, 4)):
-        settings.say(f"{n} at once")
-        n_ctx = n * (n_prompt + n_out + 32)
-        async with AsyncExitStack() as stack:
-            own = await stack.enter_async_context(open_own(settings, n_ctx=n_ctx, n_seq_max=n))
-            sides: list[Side] = [own]
-            if settings.programs is not None:
-                sides.append(await stack.enter_async_context(open_peer(settings, n_ctx=n_ctx, n_seq_max=n)))
-
-            ask = partial(_ask, own, n, n_prompt, n_out)
-            runs = await take_turns(settings.n_runs, *(partial(ask, side) for side in sides))
-            _add(found, n, runs)
-            found.figures += await _overhead(own, n, partial(ask, own))
+    beside = settings.pick(8, 4)
+    loads = [
+        *(Load(n, n_prompt, n_out) for n in settings.pick((1, 4, 8, 16), (1, 4))),
+        Load(beside, n_prompt, n_out, kv_unified=False, label=", separate streams"),
+        Load(beside, n_prompt, n_out, type_kv="q8_0", label=", q8_0 KV"),
+    ]
+    for load in loads:
+        settings.say(f"{load.n} at once{load.label}")
+        await _measure_load(settings.with_kv(load.type_kv), load, found)
     return found
+
+
+async def _measure_load(settings: Settings, load: Load, found: Found) -> None:
+    n, cells = load.n, load.n * load.n_ctx_each
+    async with AsyncExitStack() as stack:
+        opened = open_own(
+            settings,
+            n_ctx=cells if load.kv_unified else load.n_ctx_each,
+            n_seq_max=n,
+            kv_unified=load.kv_unified,
+        )
+        own = await stack.enter_async_context(opened)
+        sides: list[Side] = [own]
+        if settings.programs is not None:
+            peer = open_peer(settings, n_ctx=cells, n_seq_max=n, kv_unified=load.kv_unified)
+            sides.append(await stack.enter_async_context(peer))
+        ask = partial(_ask, own, n, load.n_prompt, load.n_out)
+        runs = await take_turns(settings.n_runs, *(partial(ask, side) for side in sides))
+        _add(found, load, runs)
+        if not load.label:
+            found.figures += await _overhead(own, n, partial(ask, own))
 
 
 async def _ask(own: Own, n: int, n_prompt: int, n_out: int, side: Side, run: int) -> list[Answer]:
@@ -52,17 +88,18 @@ async def _ask(own: Own, n: int, n_prompt: int, n_out: int, side: Side, run: int
     return await together([partial(side.ask, p, n_out, cache=False) for p in prompts])
 
 
-def _add(found: Found, n: int, runs: list[list[list[Answer]]]) -> None:
-    """The figures of one number of requests; `runs` holds the answers of each side's runs."""
-    peer, many = "llama-server", f"{n} request{'s' if n > 1 else ''}"
+def _add(found: Found, load: Load, runs: list[list[list[Answer]]]) -> None:
+    """The figures of one load; `runs` holds the answers of each side's runs. Only the default is judged."""
+    peer, many = "llama-server", f"{load.n} request{'s' if load.n > 1 else ''}{load.label}"
+    bar, at = (None, None) if load.label else (BAR, load.n)
     walls = [[sum(a.n_generated for a in run) / wall_s(run) for run in side] for side in runs]
     rates = [[rate for run in side if (rate := rate_together(run)) is not None] for side in runs]
     if all(len(side) == len(runs[0]) for side in rates):  # else one was done before the last one began
         found.figures.append(
-            against(f"{many}, decoding", "tokens/s", rates[0], _second(rates), peer, BAR, at=n)
+            against(f"{many}, decoding", "tokens/s", rates[0], _second(rates), peer, bar, at=at)
         )
     found.figures.append(
-        against(f"{many}, prefill included", "tokens/s", walls[0], _second(walls), peer, BAR)
+        against(f"{many}, prefill included", "tokens/s", walls[0], _second(walls), peer, bar)
     )
 
 
@@ -142,7 +179,8 @@ DECODE = Workload(
     title="decode throughput of concurrent requests",
     compared=(
         "Python API in this process against llama-server asked over HTTP on loopback, both streaming; "
-        "distinct prompts of 256 tokens, 128 out, unified KV with equal cells, no cache on either side"
+        "distinct prompts of 256 tokens, 128 out, equal cells, no cache; unified KV is judged; "
+        "separate streams and q8_0 KV stand beside"
     ),
     measure=measure_decode,
 )

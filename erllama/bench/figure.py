@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from .spread import Spread, paired
@@ -96,4 +96,3 @@ class Outcome:
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
     failure: str | None = None
-    facts: dict[str, object] = field(default_factory=dict)

@@ -24,7 +24,7 @@ from .workload import Found, Workload
 if TYPE_CHECKING:
     from .settings import Settings
 
-BAR, ALIKE_BAR = Bar("<=", 1.0, "value"), Bar("<=", 1.5)
+BAR, ALIKE_BAR, NODE_BAR = Bar("<=", 1.0, "value"), Bar("<=", 1.5), Bar("<=", 160, "value")
 BLOCK = 256
 N_VOCAB = 50_000
 N_LOOKS = 50
@@ -87,12 +87,14 @@ def _measure(settings: Settings) -> Found:
     n_prompt, n_nodes = settings.pick((30_000, 100_000), (2_000, 2_000))
     forest = Forest()
     chain = forest.grow(n_prompt // BLOCK, BLOCK)
-    prompt = Prompt(np.concatenate([meta.tokens for meta in chain]))
+    ids = np.concatenate([meta.tokens for meta in chain])
+    prompt = Prompt(ids)
+    with_text = Prompt(ids, ids.tobytes(), np.arange(0, 4 * len(ids) + 4, 4, dtype=np.int64))
     few, n_few = _looks(forest, prompt), forest.tree.n_nodes
     gc.disable()  # 100,000 objects of the bench's own, not of the index
     try:
         forest.fill(n_nodes)
-        many = _looks(forest, prompt)
+        many, as_text = _looks(forest, prompt), _looks(forest, with_text)
     finally:
         gc.enable()
     ratio = Spread(min(many) / min(few), 0.0, 1)  # other programs only ever make one longer
@@ -108,7 +110,8 @@ def _measure(settings: Settings) -> Found:
                 ratio=ratio,
                 bar=ALIKE_BAR,
             ),
-            single("index memory a node", "bytes", [forest.tree.nbytes / forest.tree.n_nodes]),
+            single("… with its text, as a prompt that is not found by ids", "ms", as_text, BAR),
+            single("index memory a node", "bytes", [forest.tree.nbytes / forest.tree.n_nodes], NODE_BAR),
         ]
     )
 

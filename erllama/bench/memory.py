@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
 from .figure import Bar, single
-from .own import open_own
+from .own import Own, open_own
 from .restore import fetch_window_model
 from .workload import Found, NotMeasured, Workload
 
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 BUDGET_BYTES = 64 << 20
 RSS_BAR, GROWTH_BAR = Bar("<=", 1.05, "value"), Bar("<=", 0.02, "value")
-STATE_BAR = Bar("<=", 1.05, "value")
 BLOCK = 256
+N_STATES = 2  # that llama.cpp holds in a context for one request: its own, and the scratch sequence's
+STATE_SHARE = 0.05
+HEADER_BYTES = 128  # of an exported state, at most (llama.cpp: state_write of a recurrent memory)
 
 
 async def measure_rss(settings: Settings) -> Found:
@@ -54,38 +56,55 @@ async def measure_rss(settings: Settings) -> Found:
 
 
 async def measure_resume_points(settings: Settings) -> Found:
-    """A chat on a model with a window or a state: what is stored for each point where it can be resumed."""
-    n_turns, n_turn = settings.pick((8, 300), (3, 280))
-    async with open_own(settings, n_ctx=n_turns * n_turn + 64) as own:
-        info = own.model.info()
-        if info.memory_kind not in ("window", "hybrid", "recurrent"):
-            raise NotMeasured(
-                f"{settings.model.name} keeps every block alike; this is about windows and states"
-            )
-        history: list[int] = own.prompts.prompt(n_turn, 18)
-        for turn in range(1, n_turns + 1):
-            await own.ask(history, 1, cache=True)
-            await own.engine.cache.flush()
-            history = [*history, *own.prompts.tail(n_turn, 18, turn)]
-        nodes = list(own.engine.cache.dump())
-        n_swa = int(info.details["n_swa"])
-    return _resume_points(nodes, n_turns, info.memory_kind, n_swa)
-
-
-def _resume_points(nodes: list[dict[str, Any]], n_points: int, kind: str, n_swa: int) -> Found:
-    wanted = {"window": "window", "hybrid": "state", "recurrent": "state"}[kind]
-    sizes = [part["bytes"] for node in nodes for name, part in node["parts"].items() if name == wanted]
-    if not sizes:
-        return Found(
-            figures=[single(f"{wanted} parts stored", "parts", [0.0])],
-            notes=[f"No {wanted} part is stored: this memory kind is not kept."],
-        )
+    """One more place to go on from: a branch of a stored chat, or the end of a prompt."""
+    async with open_own(settings, n_ctx=512) as own:
+        kind = own.model.info().memory_kind
     if kind == "window":
-        most = math.ceil(n_swa / BLOCK)
-        bar = Bar("<=", most, "value")
-        return Found(figures=[single("window parts a resume point", "parts", [len(sizes) / n_points], bar)])
-    each = sum(sizes) / n_points / max(min(sizes), 1)
-    return Found(figures=[single("state bytes a resume point, of one state", "×", [each], STATE_BAR)])
+        return await _window_parts(settings)
+    if kind in ("hybrid", "recurrent"):
+        return await _state_bytes(settings)
+    raise NotMeasured(f"{settings.model.name} keeps every block alike; this is about windows and states")
+
+
+async def _window_parts(settings: Settings) -> Found:
+    n = settings.pick(2048, 1100)
+    async with open_own(settings, n_ctx=n + 256) as own:
+        n_swa = int(own.model.info().details["n_swa"])
+        chat = own.prompts.prompt(n, 18)
+        before = await _sizes_after(own, chat, "window")
+        branch = [*chat[: n - n % BLOCK - BLOCK], *own.prompts.tail(40, 18, 2)]
+        after = await _sizes_after(own, branch, "window")
+    if not before:
+        raise NotMeasured("no window part is stored")
+    added = (sum(after) - sum(before)) / max(before)
+    bar = Bar("<=", math.ceil(n_swa / BLOCK), "value")
+    return Found(
+        figures=[single(f"window of {n_swa}: window parts of one more place", "parts", [added], bar)],
+        notes=["A recurrent state: with --model and a hybrid or recurrent GGUF."],
+    )
+
+
+async def _state_bytes(settings: Settings) -> Found:
+    """The state as stored, against what llama.cpp's memory grows by nothing but cells from 512 to 1,024."""
+    native = []
+    for n_ctx in (512, 1024):
+        async with open_own(settings, n_ctx=n_ctx) as own:
+            native.append(own.model.info().details["memory"].kv_bytes)
+            states = await _sizes_after(own, own.prompts.prompt(300, 18), "state")
+    if not states:
+        raise NotMeasured("no state is stored")
+    state_bytes = (2 * native[0] - native[1]) / N_STATES
+    # A tiny model's state is so small that llama.cpp's own header would be more than 5 % of it.
+    most = max(STATE_SHARE * state_bytes, HEADER_BYTES)
+    name = f"bytes of one more place beyond its state of {state_bytes:,.0f}"
+    return Found(figures=[single(name, "bytes", [max(states) - state_bytes], Bar("<=", most, "value"))])
+
+
+async def _sizes_after(own: Own, prompt: list[int], kind: str) -> list[int]:
+    """Bytes of each stored part of a kind, once the prompt is answered and saved."""
+    await own.ask(prompt, 1, cache=True)
+    await own.engine.cache.flush()
+    return [node["parts"][kind]["bytes"] for node in own.engine.cache.dump() if kind in node["parts"]]
 
 
 RSS = Workload(
@@ -97,7 +116,7 @@ RSS = Workload(
 RESUME_POINTS = Workload(
     id="P18",
     title="bytes of an extra resume point",
-    compared="parts stored for a turn's end: windows on gemma-3-270m, states with --model HYBRID; no peer",
+    compared="what one more branch of a stored chat adds: window parts, or (--model) a state; no peer",
     measure=measure_resume_points,
     model=fetch_window_model,
 )

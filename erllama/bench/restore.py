@@ -29,6 +29,7 @@ FASTER_BARS = {512: Bar(">=", 80), 2048: Bar(">=", 150)}
 MEMCPY_BAR = Bar(">=", 0.7, "value")
 DISK_TO_RAM_BAR, DISK_TO_PEER_BAR = Bar("<=", 2.0), Bar("<=", 1.0)
 WINDOW_BAR = Bar(">=", 150)
+NONE_BAR = Bar("<=", 0, "value")
 N_WARM = 3  # restores after each cold run; their median counts
 N_OUT = 4
 PEER_CACHE_MIB = 4096
@@ -192,7 +193,33 @@ async def measure_window(settings: Settings) -> Found:
         name = f"{n} tokens, first token: times faster than cold"
         found.figures.append(against(name, "s", warm, cold, "cold", WINDOW_BAR, inverted=True))
         _note_what_came_from_elsewhere(found, n, rounds[0])
+        found.figures += await _exactness(own, n, rounds[0])
     return found
+
+
+async def _exactness(own: Own, n: int, rounds: list[list[Answer]]) -> list[Figure]:
+    """Answers that differ: in ids as restored by default, in any bit of a logit where bits are promised."""
+    other_ids = sum(a.generated != r[0].generated for r in rounds for a in r[1:])
+    prompt = own.prompts.prompt(n, 17, n)
+    answers = []
+    for _ in range(2):
+        answers.append(
+            await own.model.complete(prompt, max_tokens=N_OUT, temperature=0.0, logprobs=0, exact="cold")
+        )
+        await own.engine.cache.flush()
+        await own.displace(17)
+    cold, warm = answers
+    other_bits = (cold.generated, cold.logprobs) != (warm.generated, warm.logprobs)
+    return [
+        single("answers with other ids than the cold one", "", [float(other_ids)], NONE_BAR),
+        single('answers of exact="cold" with other bits', "", [float(other_bits)], NONE_BAR),
+        single(
+            '… tokens that exact="cold" restored',
+            "tokens",
+            [float(warm.stats.n_cached)],
+            Bar(">=", 1, "value"),
+        ),
+    ]
 
 
 async def fetch_window_model() -> Path:

@@ -17,8 +17,22 @@ Run local language models (GGUF files) with llama.cpp.
 
 Try this first:
   erllama demo                                  watch a small model answer (fetched once, 98 MB)
+  erllama chat                                  talk to it
   erllama generate -p "The capital of France is"
   erllama serve                                 OpenAI, Anthropic and Ollama clients, on port 8080
+"""
+
+CHAT_EXAMPLES = """\
+commands: /help, /reset, /stats, /save FILE, /quit. A line that ends in \\ goes on in the next one.
+
+examples:
+  erllama chat -s "Answer in one sentence."
+  erllama chat -m models/qwen.gguf --temperature 0.6 --reasoning off
+  echo "Name three fruits." | erllama chat --max-tokens 40
+      each line of standard input is a message
+
+What has been read is kept on disk (in clear text, for you alone), so that the same beginning starts at
+once the next time. --no-cache keeps nothing.
 """
 
 GENERATE_EXAMPLES = """\
@@ -103,6 +117,7 @@ def _build() -> tuple[Parser, dict[str, Parser]]:
     root.add_argument("--version", action=ShowVersion, nargs=0, help="print the version and exit")
     choices = root.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     commands = {
+        "chat": _add_chat(choices),
         "generate": _add_generate(choices),
         "demo": choices.add_parser(
             "demo", help="load a small model, answer, show batching and the cache", description=DEMO_EXAMPLES
@@ -147,11 +162,46 @@ def _add_generate(choices: Any) -> Parser:
     add("-p", "--prompt", metavar="TEXT", help="the text to continue (default: standard input)")
     add("--stats", action="store_true", help="afterwards, say on stderr how many tokens and how fast")
 
+    generation = _add_shared(parser, max_tokens="64")
+    generation.add_argument("--grammar", metavar="FILE", help="a GBNF file; only matching text is generated")
+    return parser
+
+
+def _add_chat(choices: Any) -> Parser:
+    parser: Parser = choices.add_parser(
+        "chat",
+        help="talk to a model",
+        description=(
+            "Talk to a model through its own chat template. Ctrl-C ends an answer, Ctrl-D the conversation."
+        ),
+        epilog=CHAT_EXAMPLES,
+    )
+    add = parser.add_argument
+    add("-m", "--model", metavar="PATH", help="a GGUF file (default: SmolLM2-135M-Instruct, fetched once)")
+    add("-s", "--system", metavar="TEXT", help="the system message")
+    add("--chat-template", metavar="FILE", help="a Jinja template instead of the model's own")
+    add(
+        "--reasoning",
+        choices=("auto", "off", "inline"),
+        default="auto",
+        help="thinking told apart, asked for none, or left in the answer (default: auto)",
+    )
+    _add_shared(parser, max_tokens="as many as the model writes")
+    return parser
+
+
+def _add_shared(parser: Parser, *, max_tokens: str) -> Any:
+    """What `generate` and `chat` have in common; returns the generation group."""
     options = parser.add_argument_group(
         "generation", "What is left out comes from the model file, and else is what stands in brackets."
     )
     add = options.add_argument
-    add("--max-tokens", type=int, metavar="N", help="end after N tokens at the latest (default: 64)")
+    add(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help=f"end after N tokens at the latest (default: {max_tokens})",
+    )
     add("--temperature", type=float, metavar="T", help="0 always takes the likeliest token (0.8)")
     add("--top-k", type=int, metavar="K", help="choose among the K likeliest; 0 is all (40)")
     add("--top-p", type=float, metavar="P", help="choose among the likeliest that sum up to P (0.95)")
@@ -164,7 +214,6 @@ def _add_generate(choices: Any) -> Parser:
         help="the same seed gives the same text (default: drawn; --stats tells it)",
     )
     add("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
-    add("--grammar", metavar="FILE", help="a GBNF file; only matching text is generated")
 
     kept = parser.add_argument_group("cache", "What is kept between runs, see docs/guides/caching.md.")
     add = kept.add_argument
@@ -191,7 +240,7 @@ def _add_generate(choices: Any) -> Parser:
         metavar="N",
         help="CPU threads (default: physical cores, fewer while others are busy)",
     )
-    return parser
+    return options
 
 
 def _add_serve(choices: Any) -> Parser:

@@ -198,10 +198,10 @@ class Actor:
             raise StickyBusy(f"session {session_id!r} already has a request in flight; wait for its end")
         return history_of(self._lanes.pin(session_id), session_id, expected)
 
-    def n_kept(self, tokens: list[int]) -> int:
+    def n_kept(self, tokens: list[int], *, exact: bool = False) -> int:
         """How many of `tokens`, from the first on, a live sequence or the store could give to another."""
-        n_stored = 0 if self._resumer is None else self._resumer.n_stored(tokens)
-        return max(n_stored, self._lanes.n_live(tokens))
+        n_stored = 0 if self._resumer is None else self._resumer.n_stored(tokens, exact=exact)
+        return n_stored if exact else max(n_stored, self._lanes.n_live(tokens))
 
     def _of_session(self, session_id: Hashable) -> list[Sequence]:
         return [s for s in self.sequences() if s.options.session_id == session_id and not s.cancelled]
@@ -393,8 +393,12 @@ class Actor:
         return [
             s
             for s in running
-            if s.phase is not Phase.RESTORE and s.buffer.has_room and s not in self._following
+            if s.phase is not Phase.RESTORE and self._may_deliver(s) and s not in self._following
         ]
+
+    def _may_deliver(self, seq: Sequence) -> bool:
+        """Whether its reader keeps up. Who runs alone is not waited for when others wait for him."""
+        return seq.buffer.has_room or (seq.exact and bool(self._lanes.waiting))
 
     def _make_room(self, now: float) -> None:
         chunk = self._options.prefill_chunk_size or self.facts.n_batch
@@ -544,17 +548,16 @@ class Actor:
             self._stall(trio.current_time())
             return False
         largest = max(shares, key=lambda share: share.n)
-        if largest.n > PIECE:
+        if self._lanes.runs_alone:  # in an empty memory, and other pieces would have other bits
+            self._end_for_room(self._lanes.running[largest.slot])
+        elif largest.n > PIECE:
             self._squeeze = max(PIECE, largest.n // 2 // PIECE * PIECE)
         elif not self._preempt():
             self._no_room_for_one(self._lanes.running[largest.slot])
         return True
 
     def _no_room_for_one(self, seq: Sequence) -> None:
-        """Memory refuses a lone sequence that fits by every count: compute it once more from nothing.
-
-        Refused again, what was generated is the answer; without any, it is our error, not the caller's.
-        """
+        """Memory refuses a lone sequence that fits by every count: compute it once more from nothing."""
         log.warning("%s: memory has no room for %s alone", self.model_id, seq)
         if self._no_room_alone is not seq:
             self._no_room_alone = seq
@@ -562,6 +565,10 @@ class Actor:
             self._lanes.requeue(seq)
             return
         self._no_room_alone = None
+        self._end_for_room(seq)
+
+    def _end_for_room(self, seq: Sequence) -> None:
+        """What was generated is the answer; without any, it is our error, not the caller's."""
         if seq.n_generated:
             self._finish(seq, "length")
             return

@@ -35,4 +35,8 @@ class CacheLink:
 
     def identity_of(self, seq: Sequence) -> Identity:
         """Whose KV a request may find and leaves."""
-        return self.cold_identity if seq.exact else self.identity
+        return self.identity_for(exact=seq.exact)
+
+    def identity_for(self, *, exact: bool) -> Identity:
+        """The same, for requests of a kind."""
+        return self.cold_identity if exact else self.identity

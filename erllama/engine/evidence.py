@@ -18,11 +18,13 @@ AROUND = 8  # tokens before and behind the first one that differs
 class Evidence:
     """`reach`: the longest beginning seen anywhere, in memory or stored.
 
-    `kept`: tokens around `reach` as they are kept; empty where nothing is kept behind it. `evicted_to`: a
-    stored history would have reached this far, had it not made room. `failed`: a restore ended early.
+    `whole`: the same in whole stored nodes. `kept`: tokens around `reach` as they are kept; empty where
+    nothing is kept behind it. `evicted_to`: a stored history would have reached this far, had it not made
+    room. `failed`: a restore ended early.
     """
 
     reach: int = 0
+    whole: int = 0
     kept: tuple[int, ...] = ()
     evicted_to: int = 0
     failed: bool = False

@@ -45,7 +45,11 @@ class HitBook:
         """Whatever could be reused is in memory."""
         if self._saved is not None and self._cache is not None and seq.options.cache != "off":
             seq.evidence.evicted_to = self._saved.gone_to(
-                seq.path.tip or ROOT_NAME, seq.path.end, seq.ledger, self._cache.store.has
+                self._cache.identity_of(seq),
+                seq.path.tip or ROOT_NAME,
+                seq.path.end,
+                seq.ledger,
+                self._cache.store.has,
             )
         if seq.arrival >= self._arrival:
             self._arrival = seq.arrival

@@ -191,6 +191,8 @@ class PartMover:
             return False
         if part is PartKind.STATE:
             wanted = 0, block[1]
+        if part is PartKind.WINDOW and self._memory.pos_max(seq_id) == -1:
+            wanted = block[0], wanted[1]  # what was cut off would be a hole, and later cells be put there
         try:
             if part is PartKind.WINDOW or (part is PartKind.STATE and self._state_has_cells):
                 self._hold_places(seq_id, data)

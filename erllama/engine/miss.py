@@ -42,11 +42,11 @@ def explain(
     if seen.evicted_to > n:
         message = f"tokens {n} to {seen.evicted_to} were stored and had to make room"
         return Miss(reason="evicted", message=message, index=n)
+    if seen.whole > n and not layout.cuttable:
+        message = f"tokens up to {seen.whole} are kept, but a window or state to go on from only up to {n}"
+        return Miss(reason="part_missing", message=message, index=n)
     if seen.kept and seen.reach >= n:
         return _differs(seq, text)
-    if seen.reach > n and not layout.cuttable:
-        message = f"tokens up to {seen.reach} are kept, but a window or state to go on from only up to {n}"
-        return Miss(reason="part_missing", message=message, index=n)
     if n:
         return Miss(
             reason="ends_at",

@@ -60,11 +60,11 @@ class Resumer:
             return self._spelling.is_longer(seq, n_led, or_equal=False) or self._spelling.gains(seq)
         return self._spelling.is_longer(seq, seq.n_kv, or_equal=True)
 
-    def n_stored(self, ids: list[int]) -> int:
-        """How many of `ids`, from the first on, could be brought back. A plain read."""
-        path = self._cache.store.path(self._cache.identity, Prompt.of(ids))
+    def n_stored(self, ids: list[int], *, exact: bool) -> int:
+        """How many of `ids`, from the first on, a request could have brought back. A plain read."""
+        path = self._cache.store.path(self._cache.identity_for(exact=exact), Prompt.of(ids))
         nodes = [StoredNode.whole(node.start, node.end, node.parts) for node in path]
-        plan = plan_restore(nodes, self._layout, 0, len(ids))
+        plan = plan_restore(nodes, self._layout, 0, len(ids), self._grid if exact else 1)
         return 0 if plan is None else plan.end
 
     async def restore(self, seq: Sequence, stay: int) -> None:
@@ -255,6 +255,7 @@ class _Restore:
 def _note_reach(seq: Sequence, match: Match) -> None:
     """What a miss is explained from."""
     seq.evidence.saw(match.n_tokens, (), 0)
+    seq.evidence.whole = max(seq.evidence.whole, match.n_tokens)
     if (last := match.partial) is not None:
         n = last.node.start + last.n_tokens
         seq.evidence.saw(n, [*seq.ledger[: last.node.start], *last.node.ids], last.node.end)

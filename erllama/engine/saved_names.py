@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 class SavedNames:
     """Names of the `capacity` latest stored nodes, and how long the ones behind each parent are."""
 
-    def __init__(self, identity: Identity, capacity: int = 16_384) -> None:
-        self._identity = identity
+    def __init__(self, capacity: int = 16_384) -> None:
         self._capacity = capacity
         self._saved: OrderedDict[bytes, tuple[bytes, int]] = OrderedDict()
         self._lengths: dict[bytes, Counter[int]] = {}
@@ -42,14 +41,21 @@ class SavedNames:
         else:
             del self._lengths[parent]
 
-    def gone_to(self, parent: bytes, start: int, tokens: Sequence[int], has: Callable[[bytes], bool]) -> int:
+    def gone_to(
+        self,
+        identity: Identity,
+        parent: bytes,
+        start: int,
+        tokens: Sequence[int],
+        has: Callable[[bytes], bool],
+    ) -> int:
         """How far a node behind `parent` held `tokens[start:]` that is not stored any more; 0 without one."""
         reached = 0
         for n in self._lengths.get(parent, ()):
             end = start + n
             if end > len(tokens):
                 continue
-            name = self._identity.node_name(parent, np.asarray(tokens[start:end], "<i4").tobytes())
+            name = identity.node_name(parent, np.asarray(tokens[start:end], "<i4").tobytes())
             if name in self._saved and not has(name):
                 reached = max(reached, end)
         return reached

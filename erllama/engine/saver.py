@@ -107,7 +107,7 @@ class Saver:
         self._idle = trio.Event()
         self._idle.set()
         self._changed = trio.Event()  # something planned was written, or given up
-        self.saved_names = SavedNames(cache.identity)
+        self.saved_names = SavedNames()
 
     def __repr__(self) -> str:
         return f"<Saver {len(self._planned)} planned>"

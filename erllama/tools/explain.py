@@ -35,7 +35,8 @@ class Why(enum.StrEnum):
     COMPLETE = "complete"  # all of it is there
     DIFFERS_AT = "differs_at"  # what is stored goes on differently
     ENDS_AT = "ends_at"  # nothing is stored behind
-    MISSING = "missing"  # a block between, or a part that is needed, is gone
+    BLOCK_MISSING = "block_missing"  # more is stored, but a block before it is gone
+    PART_MISSING = "part_missing"  # a window or state without which blocks cannot be used is not there
     EXPIRED = "expired"  # what follows is there, and too old
     NOTHING_STORED = "nothing_stored"  # nothing begins like it
 
@@ -57,7 +58,8 @@ class Explanation:
 
     `path`: nodes that match whole, then perhaps one that matches in part, of which `n_shared` tokens are the
     prompt's (None: only bytes are known). `n_tokens`: tokens of the whole ones. `n_usable`: tokens that
-    could be restored of them and of the partial one.
+    could be restored of them and of the partial one. `is_inside`: also tokens of the partial one, whose
+    number is not known.
     """
 
     identity: Identity
@@ -67,6 +69,7 @@ class Explanation:
     n_shared: int | None = None
     n_tokens: int = 0
     n_usable: int = 0
+    is_inside: bool = False
     n_matched: int = 0  # how much of what was asked is matched, in its own units
     facts: Mapping[str, Any] = field(default_factory=dict)  # what the files say of the model
     stop: Stop
@@ -145,6 +148,7 @@ def _of_one(group: list[StoredNode], asked: Asked, now: float, window: int | Non
         n_shared=n_shared,
         n_tokens=walk.end,
         n_usable=usable,
+        is_inside=n_shared is None and usable == walk.end and _goes_inside(walk.child, kinds),
         n_matched=walk.shared.at,
         stop=stop,
         marks={token: mark.decode(errors="replace") for token, mark in walk.place.where.marks},
@@ -165,6 +169,13 @@ def _is_expired(node: StoredNode, now: float) -> bool:
 def _n_partial(child: StoredNode | None, n_shared: int | None, kinds: set[PartKind]) -> int:
     """Tokens inside the last node at which a model without states could go on."""
     return 0 if child is None or kinds & set(AT_A_PLACE) else n_shared or 0
+
+
+def _goes_inside(child: StoredNode | None, kinds: set[PartKind]) -> bool:
+    """Whether a part of this node, shared in part, could be restored."""
+    if child is None or kinds & set(AT_A_PLACE):
+        return False
+    return all(kind in child.files for kind in kinds)
 
 
 def _usable(
@@ -221,7 +232,7 @@ def _stop(walk: _Walk, asked: Asked, group: Iterable[StoredNode]) -> Stop:
         message = (
             f"more is stored from token {min(gaps)} on, but a block before it is gone: evicted, or damaged"
         )
-        return Stop(why=Why.MISSING, at=at, message=message)
+        return Stop(why=Why.BLOCK_MISSING, at=at, message=message)
     if child is None and place.path and place.path[-1].children:
         shared = asked.compare(place.path[-1].children[0].meta, place.where)
         child = place.path[-1].children[0]
@@ -239,4 +250,4 @@ def _missing_part(place: _Place, usable: int, kinds: set[PartKind], stop: Stop) 
     gone = sorted({kind for node in behind for kind in kinds - node.files.keys()})
     names = " and ".join(kind.name.lower() for kind in gone) or "what is needed inside a block"
     message = f"of the blocks behind token {usable} {names} is gone or was never kept; they cannot be used"
-    return Stop(why=Why.MISSING, at=stop.at, message=message, stored=stop.stored, asked=stop.asked)
+    return Stop(why=Why.PART_MISSING, at=stop.at, message=message, stored=stop.stored, asked=stop.asked)

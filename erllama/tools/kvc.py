@@ -167,7 +167,7 @@ def explain(args: argparse.Namespace) -> int:
         print(json.dumps({"unit": asked.unit, "asked": len(asked), "models": [_explained(e) for e in found]}))
     else:
         show.explained(found, asked)
-    return 0 if any(e.n_usable for e in found) else 1
+    return 0 if any(e.n_usable or e.is_inside for e in found) else 1
 
 
 def _asked(args: argparse.Namespace) -> Asked:
@@ -198,6 +198,7 @@ def _explained(e: Explanation) -> dict[str, Any]:
         "matched": e.n_matched,
         "matched_tokens": e.n_tokens,
         "usable_tokens": e.n_usable,
+        "usable_inside_next": e.is_inside,
         "path": [
             {
                 "name": node.meta.name.hex(),

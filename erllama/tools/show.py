@@ -12,7 +12,6 @@ from rich.tree import Tree
 
 from erllama.sizes import show_bytes
 
-from .explain import Why
 from .folder import roots, subtree_bytes
 from .preview import show_text
 
@@ -151,8 +150,7 @@ def explained(found: Sequence[Explanation], asked: Asked) -> None:
 
 
 def _usable(e: Explanation) -> str:
-    inside = e.partial is not None and e.n_shared is None and e.stop.why is not Why.MISSING
-    more = " and part of the next block" if inside else ""
+    more = " and part of the next block" if e.is_inside else ""
     return f"{e.n_usable} tokens{more} could be restored"
 
 

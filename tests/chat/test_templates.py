@@ -209,7 +209,7 @@ def test_what_a_template_acts_on_is_refused():
 
 
 def test_heads_end_before_the_user():
-    """System message and tools are a beginning that conversations share; most templates tell where it ends."""
+    """System message and tools: a beginning that conversations share."""
     n_found = 0
     for name in NAMES:
         if name in NO_TOOLS | REFUSES_DIALOGUE:

@@ -188,6 +188,18 @@ def test_a_restore_starts_the_ring_where_it_was(open_apart: OpenApart, kind: str
     check_round_trip(open_apart(kind, **RING), open_apart(kind, **RING), n, block)
 
 
+@pytest.mark.parametrize("n", [300, 330, 513])
+def test_the_ring_has_no_holes_where_less_of_a_part_is_wanted(open_apart: OpenApart, n: int) -> None:
+    """X3: of the first window part only what the next token sees is asked for; the bits are the same."""
+    source, target = open_apart("window", **RING), open_apart("window", **RING)
+    saved = source.compute(0, source.tokens(n), 50)
+    for (start, end, part), data in target.needed(saved, n).items():
+        wanted = (max(start, n - W), end) if part is PartKind.WINDOW else (start, end)
+        assert target.backend.import_(0, (start, end), wanted, memoryview(data), part)
+    assert target.backend.is_at(0, n)
+    assert equal(target.go_on(0, n), source.go_on(0, n))
+
+
 def test_the_size_of_the_ring(open_apart: OpenApart) -> None:
     """llama.cpp reuses the first cell when as many tokens were computed: pos_min then leaves 0."""
     for shape in (RING, {"n_seq_max": 3, "n_batch": 128}):

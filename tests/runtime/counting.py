@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import erllama
+from erllama.engine.actor import Actor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 OURS = str(Path(erllama.__file__).parent)
+TURN = Actor._turn.__code__
 FAKES = str(Path(OURS) / "testing")  # what stands in for a model is not what is measured
 
 
@@ -28,12 +30,13 @@ class Meter:
 
     `calls`: Python functions of erllama that were entered, on all threads; a coroutine counts each time it
     goes on, a fake's functions do not. `native`: calls into the binding, by name. `hops`: calls handed to a
-    model's thread.
+    model's thread. `entries`: how often the actor's turn was begun or gone on with; before it goes
+    on, everybody else may have run.
     """
 
     def __init__(self) -> None:
         self.on = False
-        self.calls = self.hops = 0
+        self.calls = self.hops = self.entries = 0
         self.native: Counter[str] = Counter()
 
     def _hook(self, frame: Any, event: str, arg: Any) -> None:
@@ -42,6 +45,7 @@ class Meter:
         if event == "call":
             file = frame.f_code.co_filename
             self.calls += file.startswith(OURS) and not file.startswith(FAKES)
+            self.entries += frame.f_code is TURN
         elif event == "c_call":
             name = getattr(arg, "__name__", "")
             if name.startswith("el_"):
@@ -52,7 +56,7 @@ class Meter:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count from zero for the block."""
-        self.calls = self.hops = 0
+        self.calls = self.hops = self.entries = 0
         self.native.clear()
         self.on = True
         try:
