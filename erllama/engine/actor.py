@@ -77,6 +77,7 @@ class Actor:
         options: ContextOptions,
         runner: Runner,
         cache: CacheLink | None = None,
+        cold: ColdPromise | None = None,
     ) -> None:
         self.model_id = model_id
         self.facts = facts
@@ -86,11 +87,11 @@ class Actor:
         self._thread = ModelThread(backend, runner, self._lanes.take_ops)
         self._recovery = Recovery(model_id, self._lanes, self._thread, cache)
         self.cache = cache  # whose KV this is, and where it is kept
-        self.cold = ColdPromise(backend, facts)
+        self.cold = cold or ColdPromise(backend, facts)
         self._saver = self._resumer = self._hint = None
         if cache is not None and facts.layout is not None:
             self._saver = Saver(cache, facts, self._lanes, self._thread, self.wake)
-            self._resumer = Resumer(cache, facts, self._lanes, self._thread)
+            self._resumer = Resumer(cache, facts, self._lanes, self._thread, self._saver.wait_for_one)
             self._hint = ParentHint(cache, self._saver)
         self.hits = HitBook(
             cache,
@@ -144,7 +145,10 @@ class Actor:
         if session_id is not None and self._of_session(session_id):
             raise StickyBusy(f"session {session_id!r} already has a request in flight; wait for its end")
         if seq.options.on_full == "error" and not self._lanes.can_admit_behind(seq):
-            raise SeqCapacity(f"all {self._lanes.n_slots} sequences of {self.model_id!r} are busy")
+            busy = f"all {self._lanes.n_slots} sequences of {self.model_id!r} are busy"
+            raise SeqCapacity(
+                'a request with exact="cold" runs alone' if self._lanes.is_exclusive(seq) else busy
+            )
         self._lanes.waiting.append(seq)
         self.wake()
 
@@ -318,6 +322,9 @@ class Actor:
             await self._wakeup.wait()
 
     def _start_restore(self, seq: Sequence) -> None:
+        if seq.exact and (refusal := self.cold.refusal(self.model_id)) is not None:
+            self._lanes.release(seq.fail(refusal))  # it was queued before anybody knew
+            return
         # What an older sequence has or is computing is taken from there; the store is read once for all.
         if self._needs_store(seq) or (seq.exact and not self.cold.known):
             self._nursery.start_soon(self._restore, seq, seq.n_admitted)
@@ -471,7 +478,8 @@ class Actor:
             with self._lanes.reserving(step.n_tokens):
                 result = await self._thread.step(step)
         except ErllamaError as error:
-            await self._recovery.rebuild(error, stepping)
+            # Memory that could not be set right before the step is not the fault of who steps.
+            await self._recovery.rebuild(error, stepping, innocent=self._thread.is_broken)
             return
         finally:
             self._in_flight = []

@@ -128,6 +128,14 @@ class Lanes:
         """Whether who runs must stay alone."""
         return any(seq.exact for seq in self.running.values())
 
+    def is_alone(self, seq: Sequence) -> bool:
+        """Whether nobody else holds anything."""
+        return not self.residents and list(self.running.values()) == [seq]
+
+    def is_exclusive(self, seq: Sequence) -> bool:
+        """Whether `seq` and whoever is there before it cannot run together, however many slots there are."""
+        return any(other.exact for other in (seq, *self.running.values(), *self.waiting))
+
     def can_admit_behind(self, seq: Sequence) -> bool:
         """Whether `seq` could run now, together with everybody who waits before it."""
         if len(self.waiting) >= self.n_available or self._crowded or self.runs_alone:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def anchors_of(seq: Sequence, block_tokens: int) -> tuple[int, ...]:
     """Positions at which others will want to go on from what `seq` computes."""
-    n_head = seq.options.prefix_checkpoint_len
+    n_head = seq.n_head
     heads = () if n_head is None else (legal_cut(n_head, block_tokens),)
     return (*heads, seq.n_prompt - 1)
 

@@ -45,15 +45,17 @@ class Handle:
         cache: CacheLink | None = None,
         flush_s: float = 30.0,
         exact: Exact = "session",
+        deterministic: bool = False,
+        cold: ColdPromise | None = None,
     ) -> None:
         self.model_id = model_id
         self.facts = facts
         self.backend = backend
         self.home = current_home()
         self.exact = exact  # what requests get that do not say
-        self.deterministic = False  # whether they may not say anything else
+        self.deterministic = deterministic  # whether they may not say anything else
         self.loaded_at = time.monotonic()
-        self.actor = Actor(model_id, backend, facts, options, runner, cache)
+        self.actor = Actor(model_id, backend, facts, options, runner, cache, cold)
         self.closed = trio.Event()
         self.stopping = False  # no new requests, no reads
         self.gone = "was unloaded"  # what became of it, once it is stopping
@@ -74,6 +76,7 @@ class Handle:
         link: Callable[[BackendFacts], CacheLink | None] = lambda _: None,
         flush_s: float = 30.0,
         exact: Exact = "session",
+        deterministic: bool = False,
     ) -> Handle:
         """Load the model. `on_progress` gets fractions from 0 to 1, in the trio thread.
 
@@ -112,9 +115,8 @@ class Handle:
                 runner.close()
             await trio.lowlevel.checkpoint_if_cancelled()  # a load that was told to stop fails as told
             raise
-        handle = cls(model_id, backend, facts, options, runner, link(facts), flush_s, exact)
-        handle.actor.cold = promise
-        return handle
+        cache = link(facts)
+        return cls(model_id, backend, facts, options, runner, cache, flush_s, exact, deterministic, promise)
 
     async def serve(self) -> None:
         """Run the actor until `stop`, or until the surrounding nursery is cancelled."""

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 def reason_of(seq: Sequence, start: int, end: int, reason: SaveReason) -> SaveReason:
     """Why the node [start, end) is saved; the store pins the path to the one that ends the head."""
-    n_head = seq.options.prefix_checkpoint_len
+    n_head = seq.n_head
     covers = n_head is not None and start < n_head <= end
     return SaveReason.AGENT_PREFIX if covers else reason
 
 
 def pin_head(cache: CacheLink, seq: Sequence) -> None:
     """Pin the head's path if it is stored already; a pin that is there counts as used."""
-    n_head = seq.options.prefix_checkpoint_len
+    n_head = seq.n_head
     if n_head is None:
         return
     name = next((name for name, end in seq.path.nodes if end >= n_head), None)

@@ -94,7 +94,8 @@ class LlamaBackend:
         if self._kind is MemoryKind.NONE:
             raise NotSupported(f"{self._path}: this model only embeds, it cannot generate")
         shape = self._shape_hash()
-        self._open_parts(context, shape)
+        self._compute_hash = self._context_hash(shape)
+        self._open_parts(context)
         n_slots, use = self._options.n_seq_max, context.memory_bytes
         per_request = min(self._options.n_ctx or model.facts.n_ctx_train, context.n_ctx_seq)
         return BackendFacts(
@@ -106,7 +107,7 @@ class LlamaBackend:
             memory_kind=self._kind,
             streams_separate=not self._options.kv_unified,
             shape_hash=shape,
-            compute_hash=self._context_hash(shape),
+            compute_hash=self._compute_hash,
             layout=self._layout,
             quant_tag=model.facts.ftype,
             memory_bytes=model.facts.size_bytes + use.kv_bytes + use.compute_bytes,
@@ -159,8 +160,13 @@ class LlamaBackend:
             self._model = None
 
     def clear(self) -> None:
-        """Forget every sequence; what cells held stays where nobody looks."""
+        """Forget every sequence; what cells held stays where nobody looks.
+
+        It is asked for on behalf of who wants exact bits, so until other steps come these are looked after.
+        """
         self._live_context().memory.clear(data=False)
+        if self._parts is not None:
+            self._parts.exact = True
 
     def probe_cold(self) -> str | None:
         """Try it, unless that was done before. Blocks for a few prefills."""
@@ -174,8 +180,7 @@ class LlamaBackend:
             if not granted:
                 raise LoadCancelled(f"{self._path}: given up while another model was computing")
             probe = ColdProbe(context, batch, piece, context.n_ctx_seq, self._parts, self._layout)
-            shape = self._context_hash(self._shape_hash())
-            return probe.failure(cache_dir() / "cold-probes" / shape.hex())
+            return probe.failure(cache_dir() / "cold-probes" / self._compute_hash.hex())
 
     def rebuild(self) -> None:
         """A fresh context on the same weights."""
@@ -192,7 +197,7 @@ class LlamaBackend:
                 raise LoadCancelled(f"{self._path}: given up while another model was computing")
             return llama.Context.open(model, self._params)
 
-    def _open_parts(self, context: llama.Context, shape: bytes) -> None:
+    def _open_parts(self, context: llama.Context) -> None:
         """Find out what of a sequence can be kept, and try it unless that was done before."""
         layout = layout_of(context)
         if layout is None:
@@ -204,7 +209,7 @@ class LlamaBackend:
             if not granted:
                 raise LoadCancelled(f"{self._path}: given up while another model was computing")
             check = MemoryCheck(context, self._batch, parts, layout)
-            self._not_kept = check.failure(cache_dir() / "memory-checks" / self._context_hash(shape).hex())
+            self._not_kept = check.failure(cache_dir() / "memory-checks" / self._compute_hash.hex())
         if self._not_kept is None:
             self._layout, self._parts = layout, parts
         else:
@@ -218,6 +223,8 @@ class LlamaBackend:
                 "model": dataclasses.asdict(self._model_options),
                 "context": dataclasses.asdict(self._options),
                 "cpu_variant": llama.build_info().cpu_variant,
+                "system": llama.build_info().system_info,
+                "devices": [(device.name, device.description) for device in llama.devices()],
             }
         )
 
@@ -255,6 +262,8 @@ class LlamaBackend:
         ]
         if step.exact:
             self._all_threads(context)
+        elif self._parts is not None:
+            self._parts.exact = False
         with self._permit.held(self._n_threads(step), at_most_s=step.budget_s) as granted:
             if not granted:
                 return StepResult(status=StepStatus.ABORTED)

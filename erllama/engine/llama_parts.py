@@ -92,6 +92,15 @@ class PartMover:
         # A hybrid may have windows too: they go with the state, which needs them.
         self._state_has_cells = layout.state and saved_state.has_cells(self._no_partial)
 
+    @property
+    def exact(self) -> bool:
+        """Whether what is put back must lie where it lay when it was computed, whatever that costs."""
+        return self._places.exact
+
+    @exact.setter
+    def exact(self, exact: bool) -> None:
+        self._places.exact = exact
+
     # --- taking out ---
 
     def export_bytes(self, seq_id: int, start: int, end: int, part: PartKind) -> int:
@@ -288,9 +297,26 @@ class PartMover:
             self._memory.rm(SCRATCH)
 
     def share(self, src: int, dst: int, start: int, end: int) -> None:
-        """Let `dst` hold [start, end) of `src` as well; no data moves."""
+        """Let `dst` hold [start, end) of `src` as well; no data moves but that of windows."""
         self._copy(src, dst, start, end)
         self._places.shared(src, dst, start)
+        if self._layout.window or self._state_has_cells:
+            self._own_window(src, dst, end)
+
+    def _own_window(self, src: int, dst: int, end: int) -> None:
+        """Give `dst` window cells of its own instead of all that `src` has in the ring.
+
+        What two sequences hold is not recycled, even where neither sees it any more: shared as they are,
+        the cells of one long prompt would fill the ring for good.
+        """
+        self._memory.cp(src, SCRATCH, max(0, end - self._window), end)
+        try:
+            state = self._staging_of(self._context.state_size(SCRATCH, partial=True))
+            self._context.state_get(SCRATCH, state, partial=True)
+        finally:
+            self._memory.rm(SCRATCH)
+        if self._context.state_set(dst, state, partial=True) != len(state):
+            raise EngineError(f"the window of {len(state)} bytes behind token {end} could not be copied")
 
     def can_cut(self, seq_id: int, n: int) -> bool:
         """`Memory.can_cut`, and what its window is left with is real; to what it holds it always can be."""

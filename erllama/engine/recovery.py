@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from erllama.errors import ErllamaError
+from erllama.errors import DecodeAborted, ErllamaError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -40,37 +40,40 @@ class Recovery:
         self.n_rebuilt = 0
 
     async def repair(self, shares: list[Share]) -> None:
-        """Set every surviving sequence of an aborted step to what its memory really holds."""
-        survivors = []
-        for share in shares:
-            seq = self._lanes.running[share.slot]
-            if not seq.cancelled:
-                survivors.append((seq.slot, seq))
-            elif self._lanes.has_state:
-                seq.leaves_nothing = True  # nobody knows how far its state is
-        if not survivors:
+        """Set every sequence of an aborted step to what its memory really holds."""
+        sequences = [self._lanes.running[share.slot] for share in shares]
+        if self._lanes.has_state:
+            for seq in sequences:  # nobody knows how far the state of who leaves now is
+                seq.leaves_nothing |= seq.cancelled
+            sequences = [seq for seq in sequences if not seq.cancelled]
+        if not sequences:
             return
-        targets = [(slot, seq.n_tokens - 1) for slot, seq in survivors]
         try:
-            kept = await self._thread.cut_to_known(targets)
+            kept = await self._thread.cut_to_known([(seq.slot, seq.n_tokens - 1) for seq in sequences])
         except ErllamaError as error:
             await self.rebuild(error)
             return
-        for (_, seq), n_kv in zip(survivors, kept, strict=True):
-            if seq.exact or (self._lanes.has_state and n_kv < seq.n_kv):
+        for seq, n_kv in zip(sequences, kept, strict=True):
+            if seq.exact and seq.n_generated and not seq.cancelled:
+                self._lanes.release(seq.fail(_interrupted(seq)))
+            elif not seq.cancelled and (seq.exact or (self._lanes.has_state and n_kv < seq.n_kv)):
                 self._lanes.release(seq.preempt())
                 self._lanes.requeue(seq)
             else:
                 seq.rewind(n_kv)
 
-    async def rebuild(self, error: ErllamaError, stepping: Iterable[Sequence] = ()) -> None:
+    async def rebuild(
+        self, error: ErllamaError, stepping: Iterable[Sequence] = (), *, innocent: bool = False
+    ) -> None:
         """A fresh context. Who ran fails with `error`, except those of `stepping` that may start over.
+
+        They may if KV was restored and never proven, or if they are `innocent`: the error was not theirs.
 
         Raises: `error` where the backend cannot rebuild, and what rebuilding raises; the model is lost then.
         """
         log.error("%s: rebuilding the context after %s", self._model_id, error)
         for seq in stepping:
-            self._start_over(seq)
+            self._start_over(seq, innocent=innocent)
         for slot, seq in list(self._lanes.running.items()):
             if seq.cancelled:
                 seq.finish("cancelled", trio.current_time())
@@ -83,12 +86,20 @@ class Recovery:
         self.n_rebuilt += 1
         await self._thread.rebuild()
 
-    def _start_over(self, seq: Sequence) -> None:
-        if not seq.unproven or self._cache is None:
+    def _start_over(self, seq: Sequence, *, innocent: bool) -> None:
+        if not innocent and (not seq.unproven or self._cache is None):
             return
-        for name in seq.unproven:
-            self._cache.store.quarantine(name, "a decode failed right behind it")
-        if not seq.retried and not seq.cancelled:
+        if not innocent and self._cache is not None:
+            for name in seq.unproven:
+                self._cache.store.quarantine(name, "a decode failed right behind it")
+        if not seq.retried and not seq.cancelled and not (seq.exact and seq.n_generated):
             seq.retried = True
             self._lanes.release(seq.preempt())
             self._lanes.requeue(seq)
+
+
+def _interrupted(seq: Sequence) -> DecodeAborted:
+    return DecodeAborted(
+        f'{seq.request}: a step was aborted in the middle of an answer with exact="cold"; '
+        f"going on would give other bits, ask again"
+    )

@@ -15,6 +15,8 @@ import logging
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+import trio
+
 from erllama.errors import ErllamaError
 from erllama.kvcache.key import Prompt
 from erllama.kvcache.kinds import PartKind
@@ -25,6 +27,8 @@ from .spelling import Spelling
 from .state import Phase
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from erllama.backend import BackendFacts, Layout
     from erllama.kvcache.match import Lease, Match
 
@@ -33,15 +37,27 @@ if TYPE_CHECKING:
     from .model_thread import ModelThread
     from .sequence import Sequence
 
+    WaitForASave = Callable[[], Awaitable[None]]
+
 log = logging.getLogger("erllama.engine")
+SAVE_PATIENCE_S = 2.0
 MAX_TRIES = 8  # each finds less than the one before
 
 
 class Resumer:
     """Restores sequences of one model. Its task runs beside the step loop; imports go between steps."""
 
-    def __init__(self, cache: CacheLink, facts: BackendFacts, lanes: Lanes, thread: ModelThread) -> None:
+    def __init__(
+        self,
+        cache: CacheLink,
+        facts: BackendFacts,
+        lanes: Lanes,
+        thread: ModelThread,
+        wait_for_a_save: WaitForASave,
+    ) -> None:
+        """`wait_for_a_save` returns when one of the saves under way is over."""
         assert facts.layout is not None
+        self._wait_for_a_save = wait_for_a_save
         self._cache = cache
         self._layout: Layout = facts.layout
         self._grid = cold_piece(facts.n_batch) or 1
@@ -84,7 +100,17 @@ class Resumer:
             plan = self._plan(seq, match, lease)
             if plan is None or not _still_wants(seq, stay):
                 return False
-            restore = _Restore(seq, stay, lease, plan, self._cache, self._layout, self._lanes, self._thread)
+            restore = _Restore(
+                seq,
+                stay,
+                lease,
+                plan,
+                self._cache,
+                self._layout,
+                self._lanes,
+                self._thread,
+                self._wait_for_a_save,
+            )
             done = await restore.run()
         seq.evidence.failed = not done and _still_wants(seq, stay)
         return seq.evidence.failed and restore.found_damage
@@ -113,9 +139,13 @@ class _Restore:
         layout: Layout,
         lanes: Lanes,
         thread: ModelThread,
+        wait_for_a_save: WaitForASave,
     ) -> None:
+        self._wait_for_a_save = wait_for_a_save
         self._seq, self._stay, self._lease, self._plan = seq, stay, lease, plan
         self._cache, self._layout, self._lanes, self._thread = cache, layout, lanes, thread
+        # Without a legal place in between, or where any other place would cut the prompt differently.
+        self._all_or_nothing = not layout.cuttable or seq.exact
         self._n_pieces = 0  # imported so far
         self.found_damage = False
 
@@ -129,20 +159,26 @@ class _Restore:
                     self.found_damage = True  # gone, or damaged: either way it is not found again
                     return False
                 small.append((piece, held.enter_context(data)))
-            if not self._layout.cuttable and not self._reserve_all(held):
+            if self._all_or_nothing and not await self._reserve_all(held):
                 return False
             try:
                 return await self._base() and await self._small(small) and await self._arrive()
             finally:
-                if self._n_pieces and not self._layout.cuttable and self._seq.n_kv != self._plan.end:
+                if self._n_pieces and self._all_or_nothing and self._seq.n_kv != self._plan.end:
                     self._undo()
 
-    def _reserve_all(self, held: ExitStack) -> bool:
-        """Cells for everything; where nothing can be cut, half a restore is worth nothing."""
+    async def _reserve_all(self, held: ExitStack) -> bool:
+        """Cells for everything; where nothing can be cut, half a restore is worth nothing.
+
+        Cells of residents are free as soon as these are saved, which takes less than computing it all again.
+        """
         pieces = self._plan.base
         n_cells = sum(piece.wanted[1] - piece.wanted[0] for piece in pieces)
         n_cells += max((self._n_passing(piece) for piece in pieces), default=0)
-        if not self._has_room(n_cells):
+        with trio.move_on_after(SAVE_PATIENCE_S):
+            while not self._has_room(n_cells) and self._lanes.is_saving:
+                await self._wait_for_a_save()
+        if not _still_wants(self._seq, self._stay) or not self._has_room(n_cells):
             return False
         held.enter_context(self._lanes.reserving(n_cells))
         return True
@@ -175,7 +211,7 @@ class _Restore:
     async def _block(self, piece: Piece, data: memoryview) -> bool:
         if not _still_wants(self._seq, self._stay):
             return False
-        if not self._layout.cuttable:
+        if self._all_or_nothing:
             return await self._import(piece, data)
         n_cells = len(self._lease.nodes[piece.index].ids)  # all of it passes through scratch
         if not self._has_room(n_cells):
@@ -195,17 +231,20 @@ class _Restore:
 
     async def _arrive(self) -> bool:
         """Where everything counts at once: it does now."""
-        if self._layout.cuttable:
+        if not self._all_or_nothing:
             return True
         if not _is_in_slot(self._seq, self._stay):
             return False
-        index = max(piece.index for piece in (*self._plan.base, *self._plan.small))
+        indices = [piece.index for piece in (*self._plan.base, *self._plan.small)]
         if not await self._is_at_end():
-            self._damaged(index, "its parts do not add up")
+            if not self._thread.is_broken:  # which of them is wrong is not known: all behind the first go
+                self._damaged(min(indices), "what was restored does not add up")
             return False
         if not _is_in_slot(self._seq, self._stay):
             return False
-        self._reached(self._plan.end, index)
+        self._reached(self._plan.end, max(indices))
+        for piece in self._plan.small:  # where one goes on from, others will
+            self._cache.store.set_anchor(self._lease.nodes[piece.index].name)
         return True
 
     async def _is_at_end(self) -> bool:
@@ -229,8 +268,15 @@ class _Restore:
                 return False
             arrived = False
         if not arrived:
-            self._damaged(piece.index, f"llama.cpp refused its {piece.part.name} part")
+            self._refused(piece)
         return arrived
+
+    def _refused(self, piece: Piece) -> None:
+        """The bytes are damaged, or a window ring, whose cells nobody counts, had no room for them."""
+        if not self._layout.cuttable and not self._lanes.is_alone(self._seq):
+            self.found_damage = self._lanes.drop_resident()  # then there is room, and it is tried again
+        else:
+            self._damaged(piece.index, f"llama.cpp refused its {piece.part.name} part")
 
     def _damaged(self, index: int, what: str) -> None:
         self.found_damage = True

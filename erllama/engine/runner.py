@@ -100,5 +100,10 @@ class InlineRunner:
         finally:
             self._turn.release()
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether a call waits for another one to end."""
+        return self._turn.statistics().tasks_waiting > 0
+
     def close(self) -> None:
         """Nothing to end."""

@@ -159,9 +159,11 @@ class Saver:
             name = self._cache.identity_of(seq).node_name(parent, tokens.tobytes())
             path.add(name, end)
             fleeting = self._fleeting_part(seq, start, end)
+            anchor = is_anchor(self._layout, start, end, anchors, last=tail and end == seq.n_kv)
             if has(name) and (fleeting is None or has(name, fleeting)):
+                if anchor:
+                    self._cache.store.set_anchor(name)
                 continue
-            last = tail and end == seq.n_kv
             node = PlannedNode(
                 seq=seq,
                 slot=seq.slot,
@@ -172,7 +174,7 @@ class Saver:
                 tokens=tokens,
                 reason=reason_of(seq, start, end, reason),
                 provenance=_provenance(seq, end),
-                anchor=is_anchor(self._layout, start, end, anchors, last=last),
+                anchor=anchor,
                 n_counted=0 if name in self._names or has(name) else len(tokens),
             )
             self._queue(node, fleeting=fleeting is not None)
@@ -295,6 +297,11 @@ class Saver:
     def is_saving(self, name: bytes) -> bool:
         """Whether a node of that name is planned or being written."""
         return self._names[name] > 0
+
+    async def wait_for_one(self) -> None:
+        """Until one planned node more is written, or given up. Cancellation: harmless."""
+        if self._planned:
+            await self._changed.wait()
 
     async def wait_saved(self, name: bytes) -> None:
         """Until the node of that name is written, or given up. Cancellation: harmless."""

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from erllama.backend import Sampled, Sampler
+    from erllama.kvcache.key import Prompt
     from erllama.options import GenerationOptions
 
     from .resident import Resident
@@ -108,6 +109,8 @@ class Sequence:
         self.pins = options.session_id is not None  # its session keeps its slot
         self.leaves_nothing = False  # its session was reset, or nobody knows what its memory holds
         self.exact = exact  # it runs alone, for the bits of a fresh context
+        self.n_head = options.prefix_checkpoint_len  # tokens of its prompt's head, where the caller named one
+        self.looked_up: Prompt | None = None  # its prompt as the store sees it
         self.is_text = is_text  # its prompt came as text: other ids that spell the same do as well
         self.evidence = Evidence()
         self.ended = trio.Event()  # its slot and sampler are given back
@@ -212,10 +215,10 @@ class Sequence:
         if self.times.restored is None and n_new:
             self._reused(n_kv, source)
 
-    def respell(self, prompt: Seq[int]) -> None:
+    def respell(self, prompt: Seq[int], n_head: int | None) -> None:
         """Its prompt's text in other ids, of which memory holds a beginning."""
         assert not self.n_generated
-        self.ledger = list(prompt)
+        self.ledger, self.n_head, self.looked_up = list(prompt), n_head, None
         self.n_prompt = len(prompt)
 
     def lost(self, n_kv: int) -> None:
@@ -227,8 +230,7 @@ class Sequence:
 
     def _reused(self, n: int, source: str) -> None:
         self.n_cached = min(n, self.n_prompt)
-        if n:
-            self.source = source
+        self.source = source if n else None
 
     def share(self, other: Sequence | Resident, n_kv: int, now: float) -> None:
         """It holds what `other` computed, up to `n_kv`."""

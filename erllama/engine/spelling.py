@@ -7,6 +7,7 @@ does not change by a byte. Ids that the caller gave are never replaced.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from erllama.kvcache.key import Prompt
@@ -39,7 +40,9 @@ class Spelling:
         """What is looked up: with the text of its ids where that counts and nothing was generated yet."""
         if not self._by_text(seq):
             return Prompt.of(seq.ledger)
-        return Prompt.of(seq.ledger, self._cache.pieces(seq.ledger))
+        if seq.looked_up is None:  # for a long prompt that takes milliseconds
+            seq.looked_up = Prompt.of(seq.ledger, self._cache.pieces(seq.ledger))
+        return seq.looked_up
 
     def _by_text(self, seq: Sequence) -> bool:
         by_text = seq.is_text and self._cache.policy.match_bytes and self._cache.tokenize is not None
@@ -70,6 +73,15 @@ class Spelling:
             return match
         return await store.find(identity, Prompt.of(seq.ledger), resume_key=seq.options.parent_key)
 
+    def _head_in(self, ids: list[int], seq: Sequence) -> int | None:
+        """Where the prompt's head ends in other ids of the same text."""
+        offsets = self.prompt(seq).offsets
+        if seq.n_head is None or offsets is None:
+            return seq.n_head
+        n_bytes = int(offsets[min(seq.n_head, seq.n_prompt)])
+        ends = accumulate(len(piece) for piece in self._cache.pieces(ids))
+        return sum(end <= n_bytes for end in ends) or None
+
     def _respell(self, seq: Sequence, match: Match) -> bool:
         """Let `seq` take the stored ids over, if it may and gains by it."""
         assert self._cache.tokenize is not None
@@ -85,6 +97,6 @@ class Spelling:
         n_same = n_common(seq.ledger, match.ids)
         if n_same < seq.n_kv:
             self._lanes.cut_back(seq, self._layout.cut(seq.n_kv, n_same))
-        seq.respell(ids)
+        seq.respell(ids, self._head_in(ids, seq))
         self._lanes.respelled(seq)
         return True

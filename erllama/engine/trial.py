@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from erllama.errors import ErllamaError, LoadCancelled
+from erllama.errors import ErllamaError, LoadCancelled, NativeError
 from erllama.files import try_write
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ class Mismatch(Exception):
 def verdict(remembered: Path, run: Callable[[], None], memory: llama.Memory) -> str | None:
     """Why `run` fails; None if it passes. Memory is empty afterwards.
 
-    `remembered`: a file that holds the verdict of an earlier try, or will; without it each call tries.
+    `remembered`: a file that holds the verdict of an earlier try, or will; without it each call tries. What
+    may go better another time (no memory, a failed decode) is not remembered.
     Raises: `LoadCancelled` if a decode is aborted.
     """
     known = _read(remembered)
@@ -38,8 +39,10 @@ def verdict(remembered: Path, run: Callable[[], None], memory: llama.Memory) -> 
         failure = None
     except LoadCancelled:
         raise
-    except (Mismatch, ErllamaError) as why:
+    except Mismatch as why:
         failure = str(why)
+    except ErllamaError as why:
+        return str(why)
     finally:
         memory.clear(data=False)
     try_write(remembered, PASSED if failure is None else FAILED + failure)
@@ -64,7 +67,7 @@ class Feeder:
         self._seq_id = seq_id
 
     def feed(self, tokens: Sequence[int], pos: int) -> npt.NDArray[np.float32]:
-        """Compute the tokens; the logits of the last. Raises: `LoadCancelled`, `Mismatch`."""
+        """Compute the tokens; the logits of the last. Raises: `LoadCancelled`, `NativeError`."""
         for i in range(0, len(tokens), self._batch.capacity):
             piece = tokens[i : i + self._batch.capacity]
             self._batch.clear()
@@ -73,7 +76,7 @@ class Feeder:
             if rc == 2:  # llama.h: aborted
                 raise LoadCancelled("given up while its memory was tried out")
             if rc != 0:
-                raise Mismatch(f"llama_decode answered {rc}")
+                raise NativeError(f"llama_decode answered {rc}")
         return self._context.logits(-1)
 
 

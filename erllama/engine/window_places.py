@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from erllama import llama
 
 CELLS_PAD = 256  # llama-kv-cache-iswa.cpp: size_swa is padded to 256
-MOST_COPIES = 64  # of a part; where more were needed, order is not worth the time
+MOST_BYTES = 64 << 20  # of held cells; where more were needed, order is not worth the time
 
 
 def ring_size(context: llama.Context) -> int:
@@ -37,6 +37,7 @@ class WindowPlaces:
         self._memory = context.memory
         self._scratch = scratch
         self._ring_size = ring_size(context)
+        self.exact = False  # hold places whatever it costs
         self._real_from: dict[int, tuple[int, int]] = {}  # of sequences with held places: when, position
 
     def real_from(self, seq_id: int) -> int:
@@ -62,7 +63,8 @@ class WindowPlaces:
         if positions is None or self._memory.pos_max(seq_id) != -1:
             return 0
         n = int(positions[0]) % self._ring_size
-        return n if n <= len(positions) * MOST_COPIES and self._is_alone(seq_id) else 0
+        cheap = n * len(state) <= MOST_BYTES * len(positions)
+        return n if (cheap or self.exact) and self._is_alone(seq_id) else 0
 
     def hold(self, seq_id: int, state: memoryview, n_places: int) -> None:
         """Hold places with copies of `state`, a partial state, whose positions are overwritten."""

@@ -91,8 +91,7 @@ class Saver:
         try:
             if not buffers or not len(draft.tokens):
                 raise ValueError("a node has at least one token and one part")
-            if tier != RAM_TIER:
-                self._tiers.named(tier)
+            wanted = None if tier == RAM_TIER else self._tiers.named(tier)
             await trio.lowlevel.checkpoint()  # a save loop must let the writers have their turn
             meta = self._meta(draft)
             refusal = self._gate(draft, meta)
@@ -100,7 +99,7 @@ class Saver:
                 self._give_way(meta)
                 row = await self._insert(meta)
                 if row is not None:
-                    return self._keep(draft, meta, row, buffers, tier)
+                    return self._keep(draft, meta, row, buffers, wanted)
                 refusal = Refusal.NO_PARENT
             return self._refuse(meta, refusal)
         finally:
@@ -162,7 +161,12 @@ class Saver:
         return Saved(name=meta.name, stored=False, refusal=refusal)
 
     def _keep(
-        self, draft: Draft, meta: NodeMeta, row: int, buffers: dict[PartKind, Buffer], tier: str
+        self,
+        draft: Draft,
+        meta: NodeMeta,
+        row: int,
+        buffers: dict[PartKind, Buffer],
+        wanted: TierState | None,
     ) -> Saved:
         """Put parts that are new into RAM and queue them for their file tier. No awaits."""
         catalog = self._catalog
@@ -174,7 +178,7 @@ class Saver:
         catalog.set_private(row, private=draft.private)
         catalog.prolong(row, meta.expires_ns)
         catalog.join(row, meta, adds_part=False)
-        state, refusal = self._target(row, tier)
+        state, refusal = self._target(row, wanted)
         n_bytes = sum(buffer.n_bytes for buffer in new.values())
         if state is not None and not new and not catalog.is_ram_only(row):
             state = None  # it is there already
@@ -226,12 +230,13 @@ class Saver:
         if not self._catalog.tree.part_rows(row) and self._catalog.tree.is_leaf(row):
             self._catalog.drop_subtree(row)
 
-    def _target(self, row: int, tier: str) -> tuple[TierState | None, Refusal | None]:
-        """The file tier a save goes to (None: it stays in RAM), and why it cannot go there."""
-        if tier == RAM_TIER:
-            return None, None
-        state = self._tiers.named(tier)
-        if self._catalog.is_private(row):
+    def _target(self, row: int, wanted: TierState | None) -> tuple[TierState | None, Refusal | None]:
+        """The file tier a save goes to (None: it stays in RAM), and why it cannot go there.
+
+        `wanted` was found when the save began, and may have been removed since: it accepts nothing then.
+        """
+        state = wanted
+        if state is None or self._catalog.is_private(row):
             return None, None
         slot = self._catalog.durable_slot(row)
         if slot is not None:

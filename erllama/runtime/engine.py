@@ -156,6 +156,11 @@ class Engine:
                 f"load_model: exact={exact!r}: expected 'session' or 'cold'",
                 detail={"key": "exact", "value": exact},
             )
+        if not isinstance(deterministic, bool):
+            raise InvalidOption(
+                f"load_model: deterministic={deterministic!r}: expected True or False",
+                detail={"key": "deterministic", "value": deterministic},
+            )
         made, file = _make_backend(path, backend, model or ModelOptions(), asked)
         model_id = self._claim_id(model_id, file)
         try:
@@ -167,8 +172,8 @@ class Engine:
                 lambda facts: self._link(made, facts, policy or SavePolicy(), tier),
                 self.config.evict_save_timeout_s,
                 "cold" if deterministic else exact,
+                deterministic,
             )
-            handle.deterministic = deterministic
             if self._closed:  # meanwhile
                 handle.stop()
                 await handle.serve()

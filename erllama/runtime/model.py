@@ -145,12 +145,15 @@ class Model(ChatCalls):
         parent_key: bytes | None = None,
         session_id: Hashable = None,
         on_full: Literal["block", "error"] = "block",
+        exact: Literal["session", "cold"] | None = None,
     ) -> Prefilled:
         """Compute a prompt and store it, so that whoever begins like it finds it there; sample nothing.
 
-        Raises and cancels as `complete`.
+        Requests with `exact="cold"` find only what was computed so. Raises and cancels as `complete`.
         """
-        options = GenerationOptions(parent_key=parent_key, session_id=session_id, on_full=on_full)
+        options = GenerationOptions(
+            parent_key=parent_key, session_id=session_id, on_full=on_full, exact=exact
+        )
         return await self._prefill(await self._prompt_ids(prompt), options, Purpose.PREFILL)
 
     async def _prefill(
@@ -189,9 +192,9 @@ class Model(ChatCalls):
     ) -> Completion:
         """Generate behind what the session holds, prompt and answer so far, and `tail_tokens`.
 
-        Only the tail is computed, and what was sampled last; nothing is looked up. To a tail given as text no
-        tokens are added; an empty one goes on with the answer. `expect_committed`: the ids that the
-        session must hold, or nothing happens.
+        Only the tail is computed, and what was sampled last; nothing is looked up (with `exact="cold"` it
+        is, and answers are prefilled again). To a tail given as text no tokens are added; an empty one goes
+        on with the answer. `expect_committed`: the ids that the session must hold, or nothing happens.
         Raises: as `complete`, and `MissingOption` (no session), `NoSession` (it is not held any more),
         `StickyBusy`, `TranscriptMismatch`, `NotSupported` (this model's memory cannot be cut).
         Cancellation: as `complete`; the session keeps what was computed.

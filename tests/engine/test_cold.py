@@ -9,6 +9,7 @@ import trio
 import trio.testing
 
 import erllama
+from erllama.backend import PartKind, StepResult, StepStatus
 from erllama.errors import InvalidOption, NotSupported
 from erllama.testing import FakeBackend
 
@@ -158,3 +159,55 @@ async def test_batches_below_a_piece_are_refused(autojump_clock) -> None:
     async with loaded(FakeBackend(n_batch=32)) as model:
         with pytest.raises(NotSupported, match="n_batch=32"):
             await model.complete("x", exact="cold")
+
+
+async def test_who_was_queued_before_the_probe_is_refused_too(autojump_clock) -> None:
+    """Three at once: nobody is answered."""
+    async with loaded(Doubtful(n_slots=3)) as model:
+        refused: list[str] = []
+
+        async def ask(i: int) -> None:
+            try:
+                await model.complete(f"prompt {i}", exact="cold", max_tokens=2)
+            except NotSupported as why:
+                refused.append(why.reason)
+
+        async with trio.open_nursery() as nursery:
+            for i in range(3):
+                nursery.start_soon(ask, i)
+        assert refused == ["not_supported"] * 3
+
+
+async def test_half_a_restore_counts_nothing(autojump_clock) -> None:
+    """Blocks may be smaller than pieces: what breaks off between two pieces is given up wholly."""
+
+    class Picky(FakeBackend):
+        def import_(self, slot, block, wanted, data, part=PartKind.BASE):
+            return block[0] != 128 and super().import_(slot, block, wanted, data, part)
+
+    backend = Picky()
+    async with erllama.open_engine() as engine:
+        policy = erllama.SavePolicy(min_tokens=16, cold_min_tokens=16, block_tokens=64)
+        model = await engine.load_model(backend=backend, policy=policy)
+        await model.complete(LONG, **COLD)
+        await engine.cache.flush()
+        backend.steps.clear()
+        answer = await model.complete(LONG, **COLD)
+        assert answer.stats.n_cached == 0
+        assert pieces_of(backend.steps)[:4] == [(0, 256), (256, 256), (512, 187), (699, 1)]
+
+
+async def test_an_answer_that_cannot_go_on_with_its_bits_is_an_error(autojump_clock) -> None:
+    """An abort nobody asked for, in the middle: not silently other bits; before the first token, again."""
+
+    def look(step: Step) -> StepResult | None:
+        return StepResult(status=StepStatus.ABORTED, rc=2) if len(backend.steps) == abort_at else None
+
+    backend, abort_at = FakeBackend(), 2
+    backend.before_step = look
+    async with loaded(backend) as model:
+        assert len((await model.complete(LONG, **COLD)).generated) == 4
+        abort_at = len(backend.steps) + 6
+        with pytest.raises(erllama.EngineError) as caught:
+            await model.complete(LONG, **{**COLD, "max_tokens": 50})
+        assert caught.value.reason == "decode_aborted"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import erllama
 from erllama.backend import Step, StepResult, StepStatus
 from erllama.engine.cells import n_distinct
+from erllama.engine.runner import InlineRunner
 from erllama.testing import FakeBackend
 from erllama.types import PartKind
 
@@ -31,7 +32,7 @@ class Watched(FakeBackend):
         """Compare, unless something decided since the step was handed over is still to be done."""
         assert self.actor is not None
         lanes = self.actor._lanes
-        if lanes._ops or lanes._n_reserved != step.n_tokens:
+        if lanes._ops or lanes._n_reserved != step.n_tokens or self._is_queued_behind():
             return None
         holders = {holder.slot: holder for holder in lanes._holders()}
         if not self._layout.base:
@@ -49,6 +50,12 @@ class Watched(FakeBackend):
         assert n_distinct(h.cells for h in holders.values()) == self._n_used()
         self.n_compared += 1
         return None
+
+    def _is_queued_behind(self) -> bool:
+        """Whether another call waits for its turn, perhaps with decisions that it will carry out first."""
+        assert self.actor is not None
+        runner = self.actor._thread._runner
+        return isinstance(runner, InlineRunner) and runner.has_waiting
 
     def import_(
         self,
