@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 import erllama
 from erllama.errors import BodyTooLarge, ErllamaError, InvalidContent, RequestError
 
+from .anthropic_routes import anthropic_routes
 from .body import validation_error
 from .health_routes import health_routes
 from .middleware import Cors, Gate, Recorder, refusal
@@ -33,7 +34,7 @@ def make_app(service: Service) -> ASGIApp:
 def make_routes(service: Service) -> FastAPI:
     """The routes, with errors in each surface's shape."""
     app = FastAPI(title=TITLE, version=erllama.__version__, redoc_url=None)
-    for routes in (health_routes, openai_routes):
+    for routes in (health_routes, openai_routes, anthropic_routes):
         app.include_router(routes(service))
     app.add_exception_handler(ErllamaError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)

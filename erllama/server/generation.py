@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import deque
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from erllama import Done
+from erllama import Done, ThinkingEnd, ToolCallDelta
 from erllama.errors import ContextOverflow, EngineUnresponsive, StickyBusy
 
 from .fit import without_oldest
@@ -47,10 +48,20 @@ class Ask:
 class Answer:
     """An answer that is being generated: iterate its events. `completion` is there once it is over."""
 
-    def __init__(self, lease: Lease, events: EventStream, limits: LimitsTable, n_dropped: int) -> None:
+    def __init__(
+        self,
+        lease: Lease,
+        events: EventStream,
+        limits: LimitsTable,
+        *,
+        n_dropped: int = 0,
+        one_call: bool = False,
+    ) -> None:
         self.lease = lease
         self.n_dropped = n_dropped
+        self._one_call = one_call
         self.completion: Completion | None = None
+        self.signature = b""  # of the last thinking block
         self._events = events
         self._limits = limits
         self._ahead: deque[Event] = deque()
@@ -96,9 +107,23 @@ class Answer:
                 f"the limit limits.{name} was reached", detail={"limit": name, "seconds": limit}
             )
         self._n_seen += 1
-        if isinstance(event, Done):
-            self.completion = event.completion
+        match event:
+            case Done(completion):
+                self.completion = _with_one_call(completion) if self._one_call else completion
+            case ToolCallDelta(index=index) if index and self._one_call:
+                return await self._next()
+            case ThinkingEnd(signature):
+                self.signature = signature
         return event
+
+
+def _with_one_call(completion: Completion) -> Completion:
+    """Not every template can be told to call one tool only."""
+    message = completion.message
+    if message is None:
+        return completion
+    message = dataclasses.replace(message, tool_calls=message.tool_calls[:1])
+    return dataclasses.replace(completion, message=message)
 
 
 class Generator:
@@ -157,7 +182,13 @@ class Generator:
                 except ContextOverflow as why:
                     messages = self._shorter(messages, why, ask)
             self._metrics.admitted("infer", trio.current_time() - started)
-            yield Answer(lease, events, limits, n_all - len(messages or ()))
+            yield Answer(
+                lease,
+                events,
+                limits,
+                n_dropped=n_all - len(messages or ()),
+                one_call=ask.chat.get("parallel_tool_calls") is False,
+            )
 
     def _shorter(
         self, messages: list[dict[str, Any]] | None, why: ContextOverflow, ask: Ask

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # Accepted because clients send them to every server; they change nothing here, and the reply says so.
 NO_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_retention"),
-    *("verbosity", "keep_alive"),
+    *("verbosity", "keep_alive", "prediction", "prompt_cache_options"),
 )
 NO_REASONING = ("none", "minimal")
 

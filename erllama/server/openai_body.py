@@ -41,6 +41,7 @@ class Sampled(Strict):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     top_k: int = Field(default=40, ge=0)
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, gt=0)
@@ -64,6 +65,7 @@ class ChatBody(Sampled):
     reasoning_effort: str | None = None
     verbosity: str | None = None
     modalities: list[str] | None = None
+    prediction: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     thinking_budget_tokens: int | None = None
 
@@ -113,6 +115,8 @@ class ResponsesBody(Strict):
     truncation: Literal["auto", "disabled"] | None = None
     metadata: dict[str, str] | None = None
     include: list[str] | None = None
+    max_tool_calls: int | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     user: str | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from erllama import Thinking, Token, ToolCallDelta
 
 from .failures import body_of
-from .reply import json_bytes
+from .reply import json_bytes, remark
 
 if TYPE_CHECKING:
     from erllama import Completion, Event, Model, TokenLogprob
@@ -53,6 +53,7 @@ class _Sse:
     media_type = "text/event-stream"
     ping = b": ping\n\n"
     loading = b": loading\n\n"
+    remark = staticmethod(remark)
 
     def failed(self, error: ErllamaError, request_id: str) -> bytes:
         """An event with the error, and the end."""

@@ -15,7 +15,7 @@ from .openai_body import MAX_TOKENS
 from .openai_chat import new_id
 from .openai_input import Threads as Threads
 from .openai_input import messages_of
-from .reply import json_bytes
+from .reply import json_bytes, remark
 
 if TYPE_CHECKING:
     from erllama import Completion, Event
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 NO_EFFECT = (
     *("user", "service_tier", "safety_identifier", "prompt_cache_retention", "include"),
-    *("truncation",),
+    *("truncation", "max_tool_calls", "prompt_cache_options"),
 )
 
 
@@ -91,6 +91,7 @@ class ResponsesReply:
     media_type = "text/event-stream"
     ping = b": ping\n\n"
     loading = b": loading\n\n"
+    remark = staticmethod(remark)
 
     def __init__(self, body: ResponsesBody, ask: Ask, threads: Threads) -> None:
         self._body = body
@@ -260,9 +261,10 @@ def _status(completion: Completion) -> str:
 
 def _usage(completion: Completion) -> dict[str, Any]:
     stats = completion.stats
+    n_kept = min(completion.cache_delta.created, stats.n_prompt - stats.n_cached)
     return {
         "input_tokens": stats.n_prompt,
-        "input_tokens_details": {"cached_tokens": stats.n_cached, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": stats.n_cached, "cache_write_tokens": n_kept},
         "output_tokens": stats.n_generated,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": stats.n_prompt + stats.n_generated,

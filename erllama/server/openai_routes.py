@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .registry import Spec
     from .service import Service
 
+EPOCH = "1970-01-01T00:00:00Z"
+
 
 def openai_routes(service: Service) -> APIRouter:
     """The router."""
@@ -59,9 +61,16 @@ def openai_routes(service: Service) -> APIRouter:
         raise NotSupported("embeddings are not supported yet")
 
     @router.get("/v1/models")
-    async def list_models() -> JSONResponse:
-        """Models that can be asked."""
-        return JSONResponse({"object": "list", "data": [_model(s) for s in service.pool.resolver.specs()]})
+    async def list_models(request: Request) -> JSONResponse:
+        """Models that can be asked, in the shape that the client's SDK reads."""
+        specs = service.pool.resolver.specs()
+        if "anthropic-version" in request.headers:
+            data = [
+                {"type": "model", "id": s.name, "display_name": s.name, "created_at": EPOCH} for s in specs
+            ]
+            ends = {"first_id": specs[0].name, "last_id": specs[-1].name}
+            return JSONResponse({"data": data, "has_more": False, **ends})
+        return JSONResponse({"object": "list", "data": [_model(s) for s in specs]})
 
     @router.get("/v1/models/{name:path}")
     async def one_model(name: str) -> JSONResponse:

@@ -7,6 +7,7 @@ the right status. Rule 2: the last bytes are sent after the model's lease has en
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,6 +19,7 @@ from erllama import Done
 
 from .failures import as_error, body_of, headers_of, status_of
 from .record import cache_note, record_of
+from .stable import stable_messages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,6 +56,10 @@ class Translation(Protocol):
         """The last bytes."""
         ...
 
+    def remark(self, text: str) -> bytes:
+        """What clients pass over and people read; b"" where the dialect has no such thing."""
+        ...
+
     def failed(self, error: ErllamaError, request_id: str) -> bytes:
         """An error after the headers are out."""
         ...
@@ -67,6 +73,11 @@ def json_bytes(value: object) -> bytes:
     """Compact JSON; lone surrogates, which are no UTF-8, become U+FFFD."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return text.encode("utf-8", errors="replace")
+
+
+def remark(text: str) -> bytes:
+    """A comment of server-sent events."""
+    return f": {text}\n\n".encode()
 
 
 class _Wire:
@@ -103,7 +114,7 @@ class AnswerReply(Response):
         # Not Response.__init__: there is no body yet.
         self.background = None
         self._generator = generator
-        self._ask = ask
+        self._ask = _stable(ask) if generator.settings.stable_prompts else ask
         self._translation = translation
         self._stream = stream
         self._limits = generator.settings.limits
@@ -170,7 +181,8 @@ class AnswerReply(Response):
         completion = answer.completion
         assert completion is not None, "an answer ends with its completion or an error"
         record.completion = completion
-        await wire.write(translation.end(answer, completion), more=False)
+        note = translation.remark(f"x-erllama-cache: {cache_note(completion)}")
+        await wire.write(note + translation.end(answer, completion), more=False)
 
     async def _begin(self, wire: _Wire, scope: Scope) -> None:
         headers = {
@@ -213,6 +225,13 @@ class AnswerReply(Response):
         record.note(f"{name}: {value}" for name, value in headers_of(error).items())
         body = json_bytes(body_of(error, record.surface, record.request_id))
         await self._send_json(wire, scope, status_of(error, record.surface), body)
+
+
+def _stable(ask: Ask) -> Ask:
+    if ask.messages is None:
+        return ask
+    messages, notes = stable_messages(ask.messages)
+    return dataclasses.replace(ask, messages=messages, notes=(*ask.notes, *notes))
 
 
 def _notes(answer: Answer, completion: Completion) -> list[str]:
