@@ -15,6 +15,7 @@ from .anthropic_routes import anthropic_routes
 from .body import validation_error
 from .health_routes import health_routes
 from .middleware import Cors, Gate, Recorder, refusal
+from .ollama_routes import ollama_routes
 from .openai_routes import openai_routes
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def make_app(service: Service) -> ASGIApp:
 def make_routes(service: Service) -> FastAPI:
     """The routes, with errors in each surface's shape."""
     app = FastAPI(title=TITLE, version=erllama.__version__, redoc_url=None)
-    for routes in (health_routes, openai_routes, anthropic_routes):
+    for routes in (health_routes, openai_routes, anthropic_routes, ollama_routes):
         app.include_router(routes(service))
     app.add_exception_handler(ErllamaError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)

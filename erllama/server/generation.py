@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .settings import LimitsTable, Settings
 
 END_SESSION_S = 5.0
+LONGEST_TOKEN = 16  # characters
 ROOM_FOR_ANSWER = 4  # a history that is cut leaves this part of the context to the answer, or max_tokens
 
 
@@ -42,6 +43,7 @@ class Ask:
     generation: Mapping[str, Any] = field(default_factory=dict)
     session_id: str | None = None
     keep_alive_s: float | None = None
+    may_cut: bool | None = None  # what is too long is cut; None: conversations are, if the settings say so
     notes: tuple[str, ...] = ()
 
 
@@ -55,10 +57,12 @@ class Answer:
         limits: LimitsTable,
         *,
         n_dropped: int = 0,
+        n_cut: int = 0,
         one_call: bool = False,
     ) -> None:
         self.lease = lease
         self.n_dropped = n_dropped
+        self.n_cut = n_cut
         self._one_call = one_call
         self.completion: Completion | None = None
         self.signature = b""  # of the last thinking block
@@ -158,17 +162,14 @@ class Generator:
                         await lease.model.end_session(ask.session_id)
 
     @asynccontextmanager
-    async def _opened(self, lease: Lease, ask: Ask) -> AsyncIterator[Answer]:
+    async def _opened(self, lease: Lease, asked: Ask) -> AsyncIterator[Answer]:
         limits = self.settings.limits
         async with AsyncExitStack() as stack:
-            started = trio.current_time()
-            messages, n_all = ask.messages, len(ask.messages or ())
-            session_id = ask.session_id
+            started, ask, n_cut = trio.current_time(), asked, 0
             while True:
-                stream = _stream(lease.model, ask, messages, session_id)
                 try:
                     with trio.fail_after(limits.engine_call_s):
-                        events = await stack.enter_async_context(stream)
+                        events = await stack.enter_async_context(_stream(lease.model, ask))
                     break
                 except trio.TooSlowError:
                     raise EngineUnresponsive(
@@ -176,41 +177,60 @@ class Generator:
                         detail={"limit": "engine_call_s", "seconds": limits.engine_call_s},
                     ) from None
                 except StickyBusy:
-                    if self.settings.session_busy == "refuse" or session_id is None:
+                    if self.settings.session_busy == "refuse" or ask.session_id is None:
                         raise
-                    session_id = None
+                    ask = dataclasses.replace(ask, session_id=None)
                 except ContextOverflow as why:
-                    messages = self._shorter(messages, why, ask)
+                    if ask.messages is not None:
+                        ask = self._shorter(ask, why)
+                    else:
+                        ask, n_cut = await _cut(lease.model, ask, why)
             self._metrics.admitted("infer", trio.current_time() - started)
             yield Answer(
                 lease,
                 events,
                 limits,
-                n_dropped=n_all - len(messages or ()),
+                n_dropped=len(asked.messages or ()) - len(ask.messages or ()),
+                n_cut=n_cut,
                 one_call=ask.chat.get("parallel_tool_calls") is False,
             )
 
-    def _shorter(
-        self, messages: list[dict[str, Any]] | None, why: ContextOverflow, ask: Ask
-    ) -> list[dict[str, Any]]:
-        if messages is None or not self.settings.fit_history or not isinstance(why.detail, dict):
+    def _shorter(self, ask: Ask, why: ContextOverflow) -> Ask:
+        may_cut = self.settings.fit_history if ask.may_cut is None else ask.may_cut
+        if not may_cut or not isinstance(why.detail, dict):
             raise why
-        n_ctx = int(why.detail["n_ctx"])
-        room = min(ask.generation.get("max_tokens", math.inf), n_ctx // ROOM_FOR_ANSWER)
-        shorter = without_oldest(
-            messages, n_prompt=int(why.detail["n_prompt"]), n_wanted=n_ctx - 1 - int(room)
-        )
+        n_prompt, n_wanted = int(why.detail["n_prompt"]), _room(ask, why)
+        shorter = without_oldest(ask.messages or (), n_prompt=n_prompt, n_wanted=n_wanted)
         if shorter is None:
             raise why
-        return [dict(message) for message in shorter]
+        return dataclasses.replace(ask, messages=[dict(message) for message in shorter])
 
 
-def _stream(
-    model: Model, ask: Ask, messages: list[dict[str, Any]] | None, session_id: str | None
-) -> AbstractAsyncContextManager[EventStream]:
+def _room(ask: Ask, why: ContextOverflow) -> int:
+    """Tokens that a prompt may have, so that an answer fits behind it."""
+    assert isinstance(why.detail, dict)
+    n_ctx = int(why.detail["n_ctx"])
+    return max(1, n_ctx - 1 - int(min(ask.generation.get("max_tokens", math.inf), n_ctx // ROOM_FOR_ANSWER)))
+
+
+async def _cut(model: Model, ask: Ask, why: ContextOverflow) -> tuple[Ask, int]:
+    """A prompt without its beginning, where that is wanted; how many tokens went."""
+    if not ask.may_cut or not isinstance(ask.prompt, str) or not isinstance(why.detail, dict):
+        raise why
+    n_wanted = _room(ask, why)
+    # Its last part only: tokenizers are slow on what is long, and longer tokens than that are rare.
+    ids = await model.tokenize_async(ask.prompt[-n_wanted * LONGEST_TOKEN :], add_special=False)
+    head = model.tokenize("")  # what the model wants before every prompt
+    kept = ids[-max(1, n_wanted - len(head)) :]
+    return dataclasses.replace(ask, prompt=[*head, *kept]), int(why.detail["n_prompt"]) - len(head) - len(
+        kept
+    )
+
+
+def _stream(model: Model, ask: Ask) -> AbstractAsyncContextManager[EventStream]:
     # Those who wait for a sequence do so in the pool's queue; what is left is the step in which one ends.
-    options: dict[str, Any] = {**ask.generation, "session_id": session_id, "on_full": "block"}
-    if messages is not None:
-        return model.chat_stream(messages, **ask.chat, **options)
+    options: dict[str, Any] = {**ask.generation, "session_id": ask.session_id, "on_full": "block"}
+    if ask.messages is not None:
+        return model.chat_stream(ask.messages, **ask.chat, **options)
     assert ask.prompt is not None, "an ask has messages or a prompt"
     return model.stream(ask.prompt, **options)

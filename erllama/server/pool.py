@@ -130,6 +130,10 @@ class Pool:
         """Every model that was ever asked for."""
         return list(self._entries.values())
 
+    def entry_of(self, spec: Spec) -> Entry | None:
+        """The entry of a model; None before it was first asked for."""
+        return self._entries.get(spec.name)
+
     def statistics(self) -> PoolStatistics:
         """Counts since the start."""
         return PoolStatistics(n_loads=self._n_loads, n_failed_loads=self._n_failed, n_unloads=self._n_unloads)
@@ -179,13 +183,16 @@ class Pool:
     def _entry(self, spec: Spec) -> Entry:
         entry = self._entries.get(spec.name)
         if entry is None:
-            keep = spec.table.keep_alive_s
             entry = self._entries[spec.name] = Entry(
                 spec=spec,
                 lanes=trio.CapacityLimiter(spec.concurrency),
-                keep_alive_s=self._settings.keep_alive_s if keep is None else keep,
+                keep_alive_s=self._default_s(spec),
             )
         return entry
+
+    def _default_s(self, spec: Spec) -> float:
+        own = spec.table.keep_alive_s
+        return self._settings.keep_alive_s if own is None else own
 
     async def _queue(self, entry: Entry, place: object) -> None:
         table = entry.spec.table.queue_timeout_s
@@ -196,10 +203,9 @@ class Pool:
             raise QueueTimeout(f"no place in {entry.spec.name!r} within {patience:g} s; try again later")
 
     def _used(self, entry: Entry, keep_alive_s: float | None) -> None:
+        """The last one to say how long it stays is obeyed; who says nothing means the default."""
         entry.last_active = trio.current_time()
-        if keep_alive_s is not None:
-            entry.keep_alive_s = keep_alive_s
-        keep = entry.keep_alive_s
+        entry.keep_alive_s = keep = self._default_s(entry.spec) if keep_alive_s is None else keep_alive_s
         entry.expires_at = math.inf if keep < 0 else entry.last_active + keep
         self._wake()
 
@@ -279,6 +285,15 @@ class Pool:
         log.info("unloaded %s", entry.spec.name)
         return True
 
+    async def let_go(self, spec: Spec) -> None:
+        """Free a model now if it is idle, else when the last one who uses it is done."""
+        entry = self._entries.get(spec.name)
+        if entry is None:
+            await trio.lowlevel.checkpoint()
+            return
+        if not await self.unload(entry):
+            self._used(entry, 0)
+
     def _wake(self) -> None:
         self._changed.set()
         self._left.set()
@@ -313,6 +328,8 @@ def loader(engine: erllama.Engine, *, tier: str, policy: erllama.SavePolicy) -> 
             tier=tier,
             chat_template=text,
             progress=progress,
+            exact=spec.table.exact,
+            deterministic=spec.table.deterministic,
         )
 
     return load

@@ -152,7 +152,7 @@ class AnswerReply(Response):
         completion = answer.completion
         assert completion is not None, "an answer ends with its completion or an error"
         record.completion = completion
-        record.note(_notes(answer, completion))
+        record.note([f"x-erllama-cache: {cache_note(completion)}", *_cuts(answer)])
         body = json_bytes(self._translation.whole(answer, completion))
         await self._send_json(wire, scope, 200, body)
 
@@ -170,8 +170,7 @@ class AnswerReply(Response):
             nursery.start_soon(self._tell_of_load, wire, scope, loading)
 
         async with self._generator.answer(self._ask, on_loading=on_loading) as answer:
-            if answer.n_dropped:
-                record.note([f"x-erllama-dropped-messages: {answer.n_dropped}"])
+            record.note(_cuts(answer))
             await self._begin(wire, scope)
             await _write(wire, await translation.begin(answer))
             async for event in answer:
@@ -234,11 +233,10 @@ def _stable(ask: Ask) -> Ask:
     return dataclasses.replace(ask, messages=messages, notes=(*ask.notes, *notes))
 
 
-def _notes(answer: Answer, completion: Completion) -> list[str]:
-    notes = [f"x-erllama-cache: {cache_note(completion)}"]
-    if answer.n_dropped:
-        notes.append(f"x-erllama-dropped-messages: {answer.n_dropped}")
-    return notes
+def _cuts(answer: Answer) -> list[str]:
+    """What of the prompt was left out."""
+    counts = {"dropped-messages": answer.n_dropped, "cut-tokens": answer.n_cut}
+    return [f"x-erllama-{name}: {n}" for name, n in counts.items() if n]
 
 
 async def _write(wire: _Wire, data: bytes) -> None:

@@ -27,13 +27,16 @@ class _Table(BaseModel):
 class ModelTable(_Table):
     """One model. `path` may be left out for the small default model.
 
-    `context` and `load` are fields of `ContextOptions` and `ModelOptions`.
+    `context` and `load` are fields of `ContextOptions` and `ModelOptions`; `exact`, `deterministic` as
+    `load_model` takes them.
     """
 
     path: str | None = None
     context: Mapping[str, Any] = {}
     load: Mapping[str, Any] = {}
     chat_template_file: str | None = None
+    exact: Literal["session", "cold"] = "session"
+    deterministic: bool = False
     keep_alive_s: float | None = None
     queue_depth: int | None = Field(default=None, ge=0)
     queue_timeout_s: float | None = Field(default=None, gt=0)

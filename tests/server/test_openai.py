@@ -10,6 +10,7 @@ import pytest
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 HELLO = [{"role": "user", "content": "Say hello in one short sentence."}]
+SAME_BITS = {"exact": "cold"}  # whatever else is in the model's memory
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 150}},
@@ -31,9 +32,9 @@ def chat(client, **more):
 
 
 def test_a_chat_and_its_stream_say_the_same(client):
-    """Streamed or not, text, reason and usage are equal; cached tokens are part of the prompt's."""
-    whole = chat(client)
-    chunks = list(chat(client, stream=True, stream_options={"include_usage": True}))
+    """Text, reason and usage are equal, whole and streamed, where the same bits are asked for."""
+    whole = chat(client, extra_body=SAME_BITS)
+    chunks = list(chat(client, stream=True, stream_options={"include_usage": True}, extra_body=SAME_BITS))
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert text == whole.choices[0].message.content != ""
     assert chunks[-1].choices == []
@@ -42,7 +43,16 @@ def test_a_chat_and_its_stream_say_the_same(client):
     assert usage.prompt_tokens == whole.usage.prompt_tokens
     assert usage.completion_tokens == whole.usage.completion_tokens
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
-    assert 0 < usage.prompt_tokens_details.cached_tokens < usage.prompt_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_cached_tokens_are_a_part_of_the_prompt(client, stream):
+    """The second time they are nearly all of it, and told in every usage."""
+    chat(client)
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    reply = chat(client, **options)
+    usage = list(reply)[-1].usage if stream else reply.usage
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
 
 
 def test_the_limit_of_tokens_is_kept_and_told(client):
@@ -55,20 +65,22 @@ def test_the_limit_of_tokens_is_kept_and_told(client):
 
 def test_a_stop_string_is_not_in_the_answer(client):
     """Neither streamed nor whole."""
-    first = chat(client).choices[0].message.content
+    first = chat(client, extra_body=SAME_BITS).choices[0].message.content
     stop = first[4:8]
-    assert chat(client, stop=stop).choices[0].message.content == first[: first.index(stop)]
-    pieces = [c.choices[0].delta.content or "" for c in chat(client, stop=[stop], stream=True)]
+    options = {"stop": [stop], "extra_body": SAME_BITS}
+    assert chat(client, **options).choices[0].message.content == first[: first.index(stop)]
+    pieces = [c.choices[0].delta.content or "" for c in chat(client, **options, stream=True)]
     assert "".join(pieces) == first[: first.index(stop)]
 
 
 def test_log_probabilities_belong_to_the_text(client):
     """Tokens spell the answer, each with the alternatives that were asked for; a stream has them too."""
-    whole = chat(client, logprobs=True, top_logprobs=3).choices[0]
+    options = {"logprobs": True, "top_logprobs": 3, "extra_body": SAME_BITS}
+    whole = chat(client, **options).choices[0]
     told = whole.logprobs.content
     assert "".join(t.token for t in told).startswith(whole.message.content)
     assert all(len(t.top_logprobs) == 3 and t.logprob <= 0 for t in told)
-    chunks = list(chat(client, logprobs=True, top_logprobs=3, stream=True))
+    chunks = list(chat(client, **options, stream=True))
     streamed = [t for c in chunks if c.choices[0].logprobs for t in c.choices[0].logprobs.content]
     assert [t.token for t in streamed] == [t.token for t in told]
 
@@ -86,6 +98,7 @@ def test_a_schema_holds_the_answer(client):
 def test_text_completions_continue_the_prompt(client):
     """Streamed and whole, with usage."""
     options = {"model": "smol", "prompt": "The capital of France is", "max_tokens": 6, "temperature": 0}
+    options["extra_body"] = SAME_BITS
     whole = client.completions.create(**options)
     assert "Paris" in whole.choices[0].text
     chunks = list(client.completions.create(**options, stream=True, stream_options={"include_usage": True}))
