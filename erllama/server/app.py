@@ -9,10 +9,11 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 import erllama
-from erllama.errors import BodyTooLarge, ErllamaError, InvalidContent, RequestError
+from erllama.errors import ErllamaError, InvalidContent, RequestError
 
 from .anthropic_routes import anthropic_routes
 from .body import validation_error
+from .document import openapi_of
 from .health_routes import health_routes
 from .middleware import Cors, Gate, Recorder, refusal
 from .ollama_routes import ollama_routes
@@ -37,6 +38,7 @@ def make_routes(service: Service) -> FastAPI:
     app = FastAPI(title=TITLE, version=erllama.__version__, redoc_url=None)
     for routes in (health_routes, openai_routes, anthropic_routes, ollama_routes):
         app.include_router(routes(service))
+    app.openapi = lambda: openapi_of(app)  # type: ignore[method-assign]  # as FastAPI's documentation has it
     app.add_exception_handler(ErllamaError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _not_served)
@@ -49,7 +51,7 @@ def with_middleware(app: ASGIApp, service: Service) -> ASGIApp:
     gate = Gate(
         app,
         auth=settings.auth,
-        max_body_bytes=settings.limits.max_request_body_bytes,
+        limits=settings.limits,
         is_draining=lambda: service.is_draining,
     )
     cors = Cors(gate, table=settings.cors)
@@ -69,7 +71,7 @@ def _invalid(request: Request, failure: Exception) -> Response:
 def _not_served(request: Request, failure: Exception) -> Response:
     """Starlette's own refusals: no such path or method, or a body that could not be read."""
     assert isinstance(failure, HTTPException)
-    if isinstance(failure.__cause__, BodyTooLarge):
+    if isinstance(failure.__cause__, ErllamaError):
         return refusal(request.scope, failure.__cause__)
     if failure.status_code == 400:
         return refusal(request.scope, InvalidContent("the body cannot be read as JSON"))

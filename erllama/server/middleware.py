@@ -5,14 +5,16 @@ from __future__ import annotations
 import hmac
 import itertools
 import logging
+import math
 import re
 import time
 from typing import TYPE_CHECKING
 
+import trio
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 
-from erllama.errors import AuthenticationFailed, BodyTooLarge, ErllamaError, ShuttingDown
+from erllama.errors import AuthenticationFailed, BodyTooLarge, ErllamaError, RequestError, ShuttingDown
 
 from .failures import as_error, body_of, headers_of, status_of, surface_of
 from .record import KEY, Record, record_of
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from .metrics import Metrics
-    from .settings import AuthTable, CorsTable
+    from .settings import AuthTable, CorsTable, LimitsTable
 
 access = logging.getLogger("erllama.access")
 log = logging.getLogger("erllama.server")
@@ -154,14 +156,15 @@ class Cors:
 
 
 class Gate:
-    """Refuses what needs no route: wrong keys, bodies over the limit, requests while the server ends."""
+    """Refuses what needs no route: wrong keys, bodies too large or slow, requests while the server ends."""
 
     def __init__(
-        self, app: ASGIApp, *, auth: AuthTable, max_body_bytes: int, is_draining: Callable[[], bool]
+        self, app: ASGIApp, *, auth: AuthTable, limits: LimitsTable, is_draining: Callable[[], bool]
     ) -> None:
         self._app = app
         self._keys = {"openai": auth.openai, "anthropic": auth.anthropic, "ollama": auth.ollama}
-        self._max = max_body_bytes
+        self._max = limits.max_request_body_bytes
+        self._slow_s = limits.slow_client_s
         self._is_draining = is_draining
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -175,17 +178,21 @@ class Gate:
             await refusal(scope, error)(scope, receive, send)
             return
         _read_as_json(scope, headers)
-        n_read = 0
+        n_read, is_whole = 0, False
 
-        async def receive_within_limit() -> Message:
-            nonlocal n_read
-            message = await receive()
+        async def receive_within_limits() -> Message:
+            nonlocal n_read, is_whole
+            with trio.move_on_after(math.inf if is_whole else self._slow_s) as patience:
+                message = await receive()
+            if patience.cancelled_caught:
+                raise _too_slow(self._slow_s)
+            is_whole = is_whole or not message.get("more_body", False)
             n_read += len(message.get("body", b""))
             if n_read > self._max:
                 raise _too_large(self._max)
             return message
 
-        await self._app(scope, receive_within_limit, send)
+        await self._app(scope, receive_within_limits, send)
 
     def _refusal(self, scope: Scope, headers: Headers) -> ErllamaError | None:
         if scope["path"] in OPEN_PATHS:
@@ -205,6 +212,12 @@ class Gate:
 
 def _too_large(n_max: int) -> BodyTooLarge:
     return BodyTooLarge(f"the body is larger than {n_max} bytes", detail={"max_request_body_bytes": n_max})
+
+
+def _too_slow(seconds: float) -> RequestError:
+    error = RequestError(f"no more of the body came within {seconds:g} s", reason="timeout")
+    error.http_status = 408
+    return error
 
 
 def _has_key(headers: Headers, keys: tuple[str, ...]) -> bool:

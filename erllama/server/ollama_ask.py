@@ -13,7 +13,7 @@ from .generation import Ask
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .ollama_body import Asked, ChatBody, GenerateBody, Options
+    from .ollama_body import Asked, GenerateBody, OllamaChatBody, Options
     from .settings import LimitsTable
 
 UNLIMITED = 2**31 - 1
@@ -41,7 +41,7 @@ def generate_ask(body: GenerateBody, session_id: str | None, *, templated: bool)
     return Ask(**shared, generation=generation, prompt=prompt)
 
 
-def chat_ask(body: ChatBody, limits: LimitsTable, session_id: str | None) -> Ask:
+def chat_ask(body: OllamaChatBody, limits: LimitsTable, session_id: str | None) -> Ask:
     """Raises: `InvalidOption`, `InvalidContent`."""
     check_count("messages", body.messages, limits.max_messages)
     check_count("tools", body.tools, limits.max_tools)

@@ -53,7 +53,7 @@ class GenerateBody(Asked):
     images: list[Any] | None = None
 
 
-class ChatBody(Asked):
+class OllamaChatBody(Asked):
     """POST /api/chat."""
 
     messages: list[dict[str, Any]] | None = None
@@ -70,7 +70,7 @@ class EmbedBody(Lenient):
     dimensions: int | None = None
 
 
-class EmbeddingsBody(Lenient):
+class OllamaEmbeddingsBody(Lenient):
     """POST /api/embeddings."""
 
     model: str = Field(min_length=1)

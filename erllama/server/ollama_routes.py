@@ -16,7 +16,7 @@ from erllama.errors import InvalidOption, NotSupported
 from .body import check_count
 from .duration import seconds_of
 from .ollama_ask import chat_ask, generate_ask
-from .ollama_body import ChatBody, EmbedBody, EmbeddingsBody, GenerateBody, ShowBody
+from .ollama_body import EmbedBody, GenerateBody, OllamaChatBody, OllamaEmbeddingsBody, ShowBody
 from .ollama_reply import OllamaReply
 from .pool import Entry
 from .registry import Spec
@@ -46,7 +46,7 @@ def ollama_routes(service: Service) -> APIRouter:
         return AnswerReply(service.generator, ask, reply, stream=body.stream is not False)
 
     @router.post("/api/chat")
-    async def chat(body: ChatBody, request: Request) -> Response:
+    async def chat(body: OllamaChatBody, request: Request) -> Response:
         """Answer a conversation, or load (or unload) the model if there is none."""
         if not body.messages:
             return await _preload(service, body.model, body.keep_alive, is_chat=True)
@@ -64,7 +64,7 @@ def ollama_routes(service: Service) -> APIRouter:
         raise NotSupported("embeddings are not supported yet")
 
     @router.post("/api/embeddings")
-    async def embeddings(body: EmbeddingsBody) -> Response:
+    async def embeddings(body: OllamaEmbeddingsBody) -> Response:
         """Not supported yet."""
         service.spec(body.model)
         raise NotSupported("embeddings are not supported yet")

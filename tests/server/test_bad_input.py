@@ -6,6 +6,7 @@ import json
 from functools import partial
 
 import pytest
+import trio
 from runtime.chat_scenes import ScriptedChat
 
 from server.scenes import chat_body, serving, until
@@ -102,6 +103,20 @@ async def test_bodies_have_a_limit():
             reply = await scene.client.post(CHAT, content=content)
             assert reply.status_code == 413
             assert reply.json()["error"]["code"] == "body_too_large"
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for():
+    """408 after the time that clients have."""
+    async with serving(limits={"slow_client_s": 0.2}) as scene:
+
+        async def slow():
+            yield b'{"model": '
+            await trio.sleep(1)
+            yield b'"fake"}'
+
+        reply = await scene.client.post(CHAT, content=slow())
+        assert reply.status_code == 408
+        assert scene.loads == []
 
 
 DISHONOURABLE = [
