@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from erllama import Done, ThinkingEnd, ToolCallDelta
+from erllama import Done, ThinkingEnd, TokenId, ToolCallDelta
 from erllama.errors import ContextOverflow, EngineUnresponsive, StickyBusy
 
 from .fit import without_oldest
@@ -55,6 +55,7 @@ class Answer:
         lease: Lease,
         events: EventStream,
         limits: LimitsTable,
+        scope: trio.CancelScope,
         *,
         n_dropped: int = 0,
         n_cut: int = 0,
@@ -67,6 +68,8 @@ class Answer:
         self.completion: Completion | None = None
         self.signature = b""  # of the last thinking block
         self._events = events
+        self._scope = scope
+        self._limit = "prefill_s"
         self._limits = limits
         self._ahead: deque[Event] = deque()
         self._n_seen = 0
@@ -92,26 +95,19 @@ class Answer:
         return self
 
     async def __anext__(self) -> Event:
-        """The next event. Raises: `EngineUnresponsive` at a limit. Cancellation: loses nothing."""
+        """The next event; a limit of time ends the answer's block. Cancellation: loses nothing."""
         return self._ahead.popleft() if self._ahead else await self._next()
 
     async def _next(self) -> Event:
-        name, limit = (
-            ("generation_idle_s", self._limits.generation_idle_s)
-            if self._n_seen
-            else ("prefill_s", self._limits.prefill_s)
-        )
-        left = self._ends_at - trio.current_time()
-        if left < limit:
-            name, limit = "total_s", max(left, 0.0)
-        with trio.move_on_after(limit) as scope:
+        self._set_limit()
+        try:
             event = await anext(self._events)
-        if scope.cancelled_caught:
-            raise EngineUnresponsive(
-                f"the limit limits.{name} was reached", detail={"limit": name, "seconds": limit}
-            )
+        finally:
+            self._scope.deadline = math.inf
         self._n_seen += 1
         match event:
+            case TokenId():
+                pass
             case Done(completion):
                 self.completion = _with_one_call(completion) if self._one_call else completion
             case ToolCallDelta(index=index) if index and self._one_call:
@@ -119,6 +115,21 @@ class Answer:
             case ThinkingEnd(signature):
                 self.signature = signature
         return event
+
+    def _set_limit(self) -> None:
+        """Moving a deadline costs a tenth of a scope of its own for every token."""
+        limits, now = self._limits, trio.current_time()
+        self._limit = "generation_idle_s" if self._n_seen else "prefill_s"
+        ends_at = now + (limits.generation_idle_s if self._n_seen else limits.prefill_s)
+        if self._ends_at < ends_at:
+            self._limit, ends_at = "total_s", self._ends_at
+        self._scope.deadline = ends_at
+
+    def overdue(self) -> EngineUnresponsive:
+        """The limit that was reached."""
+        return EngineUnresponsive(
+            f"the limit limits.{self._limit} was reached", detail={"limit": self._limit}
+        )
 
 
 def _with_one_call(completion: Completion) -> Completion:
@@ -144,7 +155,8 @@ class Generator:
     ) -> AsyncIterator[Answer]:
         """The answer, for the block. Leaving it early ends the request wherever it is, and its session.
 
-        Raises: `ModelNotFound`, `QueueFull`, `QueueTimeout`, what loading raises, and as `Model.chat`.
+        Raises: `ModelNotFound`, `QueueFull`, `QueueTimeout`, what loading raises, as `Model.chat`, and
+        `EngineUnresponsive` when a limit of time ends it.
         Cancellation: as leaving the block.
         """
         spec = self.pool.resolver.resolve(ask.model)
@@ -186,14 +198,20 @@ class Generator:
                     else:
                         ask, n_cut = await _cut(lease.model, ask, why)
             self._metrics.admitted("infer", trio.current_time() - started)
-            yield Answer(
+            scope = trio.CancelScope()
+            answer = Answer(
                 lease,
                 events,
                 limits,
+                scope,
                 n_dropped=len(asked.messages or ()) - len(ask.messages or ()),
                 n_cut=n_cut,
                 one_call=ask.chat.get("parallel_tool_calls") is False,
             )
+            with scope:
+                yield answer
+            if scope.cancelled_caught:
+                raise answer.overdue()
 
     def _shorter(self, ask: Ask, why: ContextOverflow) -> Ask:
         may_cut = self.settings.fit_history if ask.may_cut is None else ask.may_cut
