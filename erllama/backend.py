@@ -162,7 +162,7 @@ class Step:
     @property
     def n_tokens(self) -> int:
         """How many tokens the step feeds to the model."""
-        return sum(len(row.tokens) for row in self.rows)
+        return sum([len(row.tokens) for row in self.rows])
 
 
 class StepStatus(enum.Enum):

@@ -243,14 +243,17 @@ class EngineConfig:
 
     `stream_buffer_events`: how many events wait for a slow reader before its sequence skips steps.
     `tiers`: where KV is kept besides RAM (`DiskTier`, `RamFileTier`). `ram_max_bytes`: budget of the RAM
-    tier. `writer_max_concurrent`: saves written at once. `evict_save_timeout_s`: how long an unload waits
-    for what is still to be saved. `chat_cache_size`: parsed chat templates kept, one a model.
+    tier. `ram_spill`: the tier that gets what RAM has no room for. `lookup_log`: a file for `kvc sim`.
+    `writer_max_concurrent`: saves written at once. `evict_save_timeout_s`: how long an unload waits for what
+    is still to be saved. `chat_cache_size`: parsed chat templates kept, one a model.
     `thinking_signing_key`: signs the end of thinking blocks.
     """
 
     stream_buffer_events: int = option(default=256, check=integer(4))
     tiers: Sequence[Any] = option(default=(), check=sequence)
     ram_max_bytes: int = option(default=1 << 30, check=integer(0))
+    ram_spill: str | None = option(default=None, check=optional(string))
+    lookup_log: str | None = option(default=None, check=optional(string))
     writer_max_concurrent: int = option(default=2, check=integer(1, 64))
     evict_save_timeout_s: float = option(default=30.0, check=number(0))
     chat_cache_size: int = option(default=8, check=integer(1, 4096))

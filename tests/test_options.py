@@ -104,6 +104,8 @@ FIELDS = [
     (EngineConfig, "thinking_signing_key", [None, b"", b"k"], ["k", 3]),
     (EngineConfig, "tiers", [(), []], ["disk", b"disk", 1, None]),
     (EngineConfig, "ram_max_bytes", [0, 1 << 40], [-1, None, 1.5]),
+    (EngineConfig, "ram_spill", [None, "kv"], [1, b"kv"]),
+    (EngineConfig, "lookup_log", [None, "kv.log"], [1, True]),
     (EngineConfig, "writer_max_concurrent", [1, 64], [0, 65, None]),
     (EngineConfig, "evict_save_timeout_s", [0, 30.0], [-1, None, INF]),
 ]
@@ -253,6 +255,8 @@ DEFAULTS = {
         "stream_buffer_events": 256,
         "tiers": (),
         "ram_max_bytes": 1 << 30,
+        "ram_spill": None,
+        "lookup_log": None,
         "writer_max_concurrent": 2,
         "evict_save_timeout_s": 30.0,
         "chat_cache_size": 8,

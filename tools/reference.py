@@ -91,6 +91,8 @@ MEANINGS: dict[type, dict[str, str]] = {
         "stream_buffer_events": "events that wait for a slow reader before its request pauses",
         "tiers": "where KV is kept besides RAM: `DiskTier`, `RamFileTier`",
         "ram_max_bytes": "budget of the RAM tier, index included",
+        "ram_spill": "name of the tier that gets what the RAM tier has no room for; None: it is dropped",
+        "lookup_log": "a file that `kvc sim` replays under other budgets; it holds prompts",
         "writer_max_concurrent": "saves written to files at once",
         "evict_save_timeout_s": "seconds an unload waits for what is still to be saved",
         "chat_cache_size": "parsed chat templates that are kept, one a model",

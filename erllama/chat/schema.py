@@ -9,45 +9,35 @@ Law: a value that the converted grammar can generate satisfies the schema, unles
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from erllama.errors import InvalidGrammar
 
 from .pattern import MAX_REPEATED, PatternError, canonical_pattern
+from .schema_facts import (
+    ANYWHERE,
+    CONSTRAINTS,
+    FORMATS,
+    NUMBER,
+    TYPES,
+    Json,
+    bounds,
+    exclusive,
+    fits,
+    implied_type,
+    is_empty,
+    is_whole,
+    kinds_of,
+    pointed,
+    same,
+    with_type,
+    without_repeats,
+)
 
 MAX_DEPTH = 64
 MAX_INTEGER = 10**15  # the converter's integers have up to 16 digits
-OBJECT = {
-    *(
-        "properties",
-        "required",
-        "additionalProperties",
-        "patternProperties",
-        "propertyNames",
-        "minProperties",
-    ),
-    *("maxProperties", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties"),
-}
-ARRAY = {
-    *("items", "prefixItems", "additionalItems", "contains", "minContains", "maxContains", "minItems"),
-    *("maxItems", "uniqueItems", "unevaluatedItems"),
-}
-STRING = {"pattern", "minLength", "maxLength"}
-NUMBER = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
-ANYWHERE = {"allOf", "not", "if", "then", "else", "$dynamicRef", "$recursiveRef"}
-OTHERS = {"$ref", "oneOf", "anyOf", "const", "enum", "type"}
-CONSTRAINTS = OBJECT | ARRAY | STRING | NUMBER | ANYWHERE | OTHERS
-TYPES: dict[str, set[str]] = {
-    "object": OBJECT, "array": ARRAY, "string": STRING, "integer": NUMBER, "number": NUMBER,
-    "boolean": set(), "null": set(),
-}  # fmt: skip
-FORMATS = {"date", "time", "date-time", "uuid", *(f"uuid{n}" for n in range(1, 6))}
-
-Json = Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +89,7 @@ class _Writer:
 
     def _refuse_others(self, schema: Mapping[str, Json], path: str, allowed: set[str], beside: str) -> None:
         for keyword in sorted(schema.keys() & CONSTRAINTS - allowed):
-            if not _is_empty(keyword, schema[keyword]):
+            if not is_empty(keyword, schema[keyword]):
                 self._fail(path, keyword, f"cannot be enforced beside {beside}")
 
     # --- one schema ---
@@ -135,7 +125,7 @@ class _Writer:
                 f"json_schema, {path}: type: there is no type {kind!r}",
                 detail={"path": path, "keyword": "type"},
             )
-        return self._typed(schema, kind or _implied_type(schema), path, depth)
+        return self._typed(schema, kind or implied_type(schema), path, depth)
 
     def _typed(self, schema: Mapping[str, Json], kind: str | None, path: str, depth: int) -> dict[str, Json]:
         match kind:
@@ -178,7 +168,7 @@ class _Writer:
             ):
                 return None
             seen.add(ref)
-            found = _pointed(self._root, ref)
+            found = pointed(self._root, ref)
             if not isinstance(found, Mapping):
                 return None
             if "$ref" not in found:
@@ -189,7 +179,7 @@ class _Writer:
         """What was written anew may lie elsewhere than before."""
         if isinstance(made, Mapping):
             ref = made.get("$ref")
-            if isinstance(ref, str) and not isinstance(_pointed(root, ref), Mapping):
+            if isinstance(ref, str) and not isinstance(pointed(root, ref), Mapping):
                 raise InvalidGrammar(
                     f"json_schema: $ref {ref!r}: move what it leads to into $defs",
                     detail={"path": ref, "keyword": "$ref"},
@@ -211,7 +201,7 @@ class _Writer:
             return {}
         kind = schema.get("type")
         made = [
-            self._node(_with_type(each, kind), f"{path}/{key}/{i}", depth + 1)
+            self._node(with_type(each, kind), f"{path}/{key}/{i}", depth + 1)
             for i, each in enumerate(alternatives)
         ]
         if kind is not None:
@@ -223,7 +213,7 @@ class _Writer:
     def _check_kinds(self, made: list[dict[str, Json]], kind: Json, path: str) -> None:
         allowed = set(kind) if isinstance(kind, (list, tuple)) else {kind}
         for each in made:
-            kinds = _kinds_of(self._deref(each))
+            kinds = kinds_of(self._deref(each))
             if kinds is None or not all(
                 k in allowed or (k == "integer" and "number" in allowed) for k in kinds
             ):
@@ -233,7 +223,7 @@ class _Writer:
     def _check_exclusive(self, made: list[dict[str, Json]], path: str) -> None:
         for i, one in enumerate(made):
             for j in range(i + 1, len(made)):
-                if not _exclusive(self._deref(one), self._deref(made[j])):
+                if not exclusive(self._deref(one), self._deref(made[j])):
                     self._fail(path, "oneOf", f"alternatives {i} and {j} might both match; use anyOf")
                     return
 
@@ -252,13 +242,13 @@ class _Writer:
             return {}
         others = {"const", "enum", "type"}
         if key == "const" and "enum" in schema:
-            values = [v for v in values if any(_same(v, e) for e in schema["enum"])]
+            values = [v for v in values if any(same(v, e) for e in schema["enum"])]
         self._refuse_others(schema, path, others, key)
-        values = [v for v in values if _fits(v, schema.get("type"))]
+        values = [v for v in values if fits(v, schema.get("type"))]
         if not values:
             self._fail(path, key, "no value fits the type")
             return {}
-        return {"enum": _without_repeats(values)}
+        return {"enum": without_repeats(values)}
 
     def _kinds(self, schema: Mapping[str, Json], kinds: Json, path: str, depth: int) -> dict[str, Json]:
         if not kinds:
@@ -292,7 +282,7 @@ class _Writer:
             if found.keys() & CONSTRAINTS - {"type", "properties", "required"}:
                 return None
             for name, each in (found.get("properties") or {}).items():
-                if name in properties and not _same(properties[name], each):
+                if name in properties and not same(properties[name], each):
                     return None
                 properties[name] = each
             required += [name for name in found.get("required") or () if name not in required]
@@ -377,7 +367,7 @@ class _Writer:
         elif items is not None and items is not True:
             made["items"] = self._node(items, f"{path}/items", depth + 1)
         self._check_array_rest(schema, most, path)
-        return {**made, **_bounds("minItems", least, "maxItems", most)}
+        return {**made, **bounds("minItems", least, "maxItems", most)}
 
     def _tuple(
         self, schema: Mapping[str, Json], key: str, listed: Json, path: str, depth: int
@@ -419,7 +409,7 @@ class _Writer:
             self._refuse_others(schema, path, CONSTRAINTS - {"minLength", "maxLength"}, beside)
             return made
         least, most = self._counts(schema, "minLength", "maxLength", MAX_REPEATED, path)
-        return {**made, **_bounds("minLength", least, "maxLength", most)}
+        return {**made, **bounds("minLength", least, "maxLength", most)}
 
     def _counts(
         self, schema: Mapping[str, Json], low_key: str, high_key: str, limit: int, path: str
@@ -428,7 +418,7 @@ class _Writer:
         for key, value in ((low_key, low), (high_key, high)):
             if value is None:
                 continue
-            if not _is_whole(value):
+            if not is_whole(value):
                 raise InvalidGrammar(
                     f"json_schema, {path}: {key}: expected a whole number",
                     detail={"path": path, "keyword": key},
@@ -452,7 +442,7 @@ class _Writer:
         if low is not None and high is not None and high < low:
             self._fail(path, "maximum", "less than the minimum")
             low = high = None
-        return {"type": "integer", **_bounds("minimum", low, "maximum", high)}
+        return {"type": "integer", **bounds("minimum", low, "maximum", high)}
 
     def _bound(
         self, schema: Mapping[str, Json], key: str, exclusive: str, path: str, *, lowest: bool
@@ -474,122 +464,3 @@ class _Writer:
             else:
                 found.append(math.floor(value) - (name == exclusive and value == math.floor(value)))
         return (max if lowest else min)(found, default=None)
-
-
-# --- without state ---
-
-
-def _is_whole(value: Json) -> bool:
-    return _kind_of(value) == "integer"
-
-
-def _is_empty(keyword: str, value: Json) -> bool:
-    """A constraint that constrains nothing."""
-    return (keyword, value) in (
-        ("required", []), ("properties", {}), ("uniqueItems", False), ("minLength", 0), ("minItems", 0),
-        ("minProperties", 0), ("additionalProperties", True), ("multipleOf", 1), ("patternProperties", {}),
-    )  # fmt: skip
-
-
-def _implied_type(schema: Mapping[str, Json]) -> str | None:
-    """What the keywords speak of; json-schema.cpp decides in the same order."""
-    if "properties" in schema or schema.get("additionalProperties", True) is not True:
-        return "object"
-    if "items" in schema or "prefixItems" in schema:
-        return "array"
-    if schema.keys() & STRING or schema.get("format") in FORMATS:
-        return "string"
-    return None
-
-
-def _pointed(root: Json, ref: str) -> Json:
-    found = root
-    for part in ref.split("/")[1:]:
-        if isinstance(found, Mapping) and part in found:
-            found = found[part]
-        elif isinstance(found, (list, tuple)) and part.isdecimal() and int(part) < len(found):
-            found = found[int(part)]
-        else:
-            return None
-    return found
-
-
-def _with_type(schema: Json, kind: Json) -> Json:
-    if kind is None or not isinstance(schema, Mapping) or schema.keys() & {"type", "$ref", "oneOf", "anyOf"}:
-        return schema
-    return {**schema, "type": kind}
-
-
-def _bounds(low_key: str, low: int | None, high_key: str, high: int | None) -> dict[str, int]:
-    made = {} if low is None or (low == 0 and low_key != "minimum") else {low_key: low}
-    return made if high is None else {**made, high_key: high}
-
-
-def _same(one: Json, other: Json) -> bool:
-    """Equal as JSON: True is not 1."""
-    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
-
-
-def _without_repeats(values: list[Json]) -> list[Json]:
-    return list({json.dumps(v, sort_keys=True): v for v in values}.values())
-
-
-def _kind_of(value: Json) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int():
-            return "integer"
-        case float():
-            return "integer" if value.is_integer() else "number"
-        case str():
-            return "string"
-        case list() | tuple():
-            return "array"
-    return "object"
-
-
-def _fits(value: Json, kind: Json) -> bool:
-    if kind is None:
-        return True
-    kinds = kind if isinstance(kind, (list, tuple)) else [kind]
-    actual = _kind_of(value)
-    return actual in kinds or (actual == "integer" and "number" in kinds)
-
-
-def _kinds_of(made: dict[str, Json]) -> set[str] | None:
-    """The types a canonical schema allows; None where that is not known."""
-    if "enum" in made:
-        return {_kind_of(v) for v in made["enum"]}
-    if "anyOf" in made:
-        each = [_kinds_of(m) for m in made["anyOf"]]
-        return None if None in each else {k for kinds in each if kinds for k in kinds}
-    return {made["type"]} if "type" in made else None
-
-
-def _exclusive(one: dict[str, Json], other: dict[str, Json]) -> bool:
-    """Whether no value of one can be valid for the other, as far as that is plain to see."""
-    kinds = _kinds_of(one), _kinds_of(other)
-    if None not in kinds:
-        left, right = ({"number" if k == "integer" else k for k in each or ()} for each in kinds)
-        if not left & right:
-            return True
-    if "enum" in one and "enum" in other:
-        return not any(_same(a, b) for a in one["enum"] for b in other["enum"])
-    if one.get("type") == other.get("type") == "object":
-        return _told_apart(one, other) or (_lacks(one, other) and _lacks(other, one))
-    return False
-
-
-def _told_apart(one: dict[str, Json], other: dict[str, Json]) -> bool:
-    """A property that both require has values that only one of them allows."""
-    common = set(one.get("required", ())) & set(other.get("required", ()))
-    return any(_exclusive(one["properties"][name], other["properties"][name]) for name in common)
-
-
-def _lacks(one: dict[str, Json], other: dict[str, Json]) -> bool:
-    """What is generated for `one` lacks something that `other` requires."""
-    is_closed = one["additionalProperties"] is False
-    return is_closed and not set(other.get("required", ())) <= set(one.get("properties", ()))

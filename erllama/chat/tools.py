@@ -128,8 +128,14 @@ def _enforced(index: int, tool: dict[str, Any], *, strict: bool) -> dict[str, An
     except InvalidGrammar as why:
         raise InvalidGrammar(f"tools[{index}] ({function['name']}): {why}", detail=why.detail) from None
     for note in notes:
-        log.warning("tool %s: %s; its arguments are not held to that", function["name"], note)
+        _warn_once(function["name"], note)
     return {**tool, "function": {**function, "parameters": json.loads(text)}}
+
+
+@lru_cache(REMEMBERED)
+def _warn_once(name: str, note: str) -> None:
+    """An agent sends the same tools with every request; saying it once is enough."""
+    log.warning("tool %s: %s; its arguments are not held to that", name, note)
 
 
 @lru_cache(REMEMBERED)

@@ -16,7 +16,7 @@ import copy
 import logging
 import math
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
@@ -66,6 +66,13 @@ SAVE_PATIENCE_S = 1.0  # how long others stand still so that what a resident hol
 UNASKED_ABORTS = 3  # in a row; then the context is rebuilt
 
 
+class Room(NamedTuple):
+    """Who can go on, and how many cells they may take; None: as many as they like."""
+
+    ready: list[Sequence]
+    n_cells: int | None
+
+
 class Actor:
     """Runs the requests of one opened backend."""
 
@@ -81,8 +88,9 @@ class Actor:
     ) -> None:
         self.model_id = model_id
         self.facts = facts
-        self._backend = backend
         self._options = options
+        self._is_eog: Callable[[int], bool] = getattr(backend, "is_eog", lambda _: False)
+        self._piece: Callable[[int], bytes] = getattr(backend, "piece", lambda _: b"")
         self._lanes = Lanes(facts, self._save)
         self._thread = ModelThread(backend, runner, self._lanes.take_ops)
         self._recovery = Recovery(model_id, self._lanes, self._thread, cache)
@@ -96,9 +104,11 @@ class Actor:
         self.hits = HitBook(
             cache,
             None if self._saver is None else self._saver.saved_names,
-            getattr(backend, "piece", lambda _: b""),
+            self._piece,
             layout=facts.layout,
         )
+        # Where prefill must stop because a state exists only there and is kept.
+        self._boundary = cache.policy.block_tokens if cache is not None and self._lanes.has_state else None
         self._pace = Pace()
         self._in_flight: list[Sequence] = []
         self._aborting = False
@@ -306,10 +316,11 @@ class Actor:
             elif not self._park(now):
                 break
         self._following = self._lanes.share_running(now)
-        self._make_room(now)
+        room = self._make_room(now)
         if self._saver is not None and self._saver.must_capture:
             await self._saver.capture()
-        shares = self._plan()
+            room = self._room()
+        shares = self._plan(room)
         if shares:
             await self._step(shares)
         else:
@@ -347,6 +358,8 @@ class Actor:
                 if waits():
                     self._lanes.release(seq.fail(error))
                 return
+            if seq.exact and waits():
+                seq.times.admitted = trio.current_time()  # it waited for that; nothing of it was restored
             if self._hint is not None and self._hint.is_pending(seq):
                 await self._hint.wait(seq)
             if waits() and self._resumer is not None and seq.options.cache != "off":
@@ -359,6 +372,7 @@ class Actor:
     async def _probe_cold(self) -> ErllamaError | None:
         """Find out whether exact="cold" holds; why it cannot be offered, if it cannot. Nobody else runs."""
         try:
+            log.info('%s: trying whether exact="cold" holds; this is done once', self.model_id)
             self.cold.learned(await self._thread.probe_cold())
         except ErllamaError as error:
             return error
@@ -396,29 +410,41 @@ class Actor:
             self._finish(seq, "cancelled")
 
     def _ready(self) -> list[Sequence]:
-        running = self._lanes.running.values()
+        """Who can go on: its memory is settled, and its reader keeps up.
+
+        The reader of one that runs alone is not waited for when others wait for its end.
+        """
+        others_wait = bool(self._lanes.waiting)
         return [
             s
-            for s in running
-            if s.phase is not Phase.RESTORE and self._may_deliver(s) and s not in self._following
+            for s in self._lanes.running.values()
+            if s.phase is not Phase.RESTORE
+            and (s.buffer.has_room or (s.exact and others_wait))
+            and s not in self._following
         ]
 
-    def _may_deliver(self, seq: Sequence) -> bool:
-        """Whether its reader keeps up. Who runs alone is not waited for when others wait for him."""
-        return seq.buffer.has_room or (seq.exact and bool(self._lanes.waiting))
-
-    def _make_room(self, now: float) -> None:
+    def _make_room(self, now: float) -> Room:
+        ready = self._ready()
         chunk = self._options.prefill_chunk_size or self.facts.n_batch
-        wanted = sum(min(chunk, s.n_tokens - s.n_kv) for s in self._ready())
-        self._lanes.reclaim(int(min(wanted, self.facts.n_batch)))
-        while lacks_cells(self._ready(), self._n_free_cells):
+        wanted = min(sum([min(chunk, s.n_tokens - s.n_kv) for s in ready]), self.facts.n_batch)
+        n_free = self._lanes.reclaim(int(wanted))
+        while lacks_cells(ready, self._limit(n_free)):
             if self._lanes.is_saving:
                 self._stall(now)
-                return
+                return self._room()
             if not self._preempt():
-                return
-            self._lanes.reclaim(len(self._ready()))
+                break
+            n_free = self._lanes.reclaim(len(self._ready()))
             self._following = self._lanes.share_running(now)  # who was waited for may have been the one to go
+            ready = self._ready()
+        return Room(ready, self._limit(n_free))
+
+    def _room(self) -> Room:
+        return Room(self._ready(), self._limit(self._lanes.n_free_cells))
+
+    def _limit(self, n_free: int | None) -> int | None:
+        # Nobody can make room for the only one that runs: the model itself says when it is full.
+        return None if len(self._lanes.running) == 1 else n_free
 
     def _stall(self, now: float) -> None:
         """Residents that are being saved hold the cells that are lacking; not for ever."""
@@ -429,11 +455,6 @@ class Actor:
             self._stalled_since = None
             self.wake()
 
-    @property
-    def _n_free_cells(self) -> int | None:
-        # Nobody can make room for the only one that runs: the model itself says when it is full.
-        return None if len(self._lanes.running) == 1 else self._lanes.n_free_cells
-
     def _preempt(self) -> bool:
         seq = self._lanes.preempt_youngest(trio.current_time())
         if seq is None:
@@ -442,40 +463,35 @@ class Actor:
         log.info("%s: preempted %s, no cell is free", self.model_id, seq.request)
         return True
 
-    def _plan(self) -> list[Share]:
+    def _plan(self, room: Room) -> list[Share]:
         chunk = self._options.prefill_chunk_size
         chunk = self.facts.n_batch if chunk is None or chunk == math.inf else int(chunk)
         if self._lanes.runs_alone:
             piece = cold_piece(self.facts.n_batch)
             assert piece is not None
-            return plan_step(self._ready(), Limits.alone(self.facts.n_batch, piece))
+            return plan_step(room.ready, Limits.alone(self.facts.n_batch, piece))
         limits = Limits(
             n_batch=self.facts.n_batch,
             prefill_chunk=min(chunk, self._squeeze or chunk),
-            n_cells=self._n_free_cells,
+            n_cells=room.n_cells,
             prefill_budget=self._pace.prefill_budget(self._options.step_target_s),
             boundary=self._boundary,
         )
-        return plan_step(self._ready(), limits)
-
-    @property
-    def _boundary(self) -> int | None:
-        """Where prefill must stop because a state exists only there and is kept."""
-        return self.cache.policy.block_tokens if self.cache is not None and self._lanes.has_state else None
+        return plan_step(room.ready, limits)
 
     async def _step(self, shares: list[Share]) -> None:
         self._in_flight = [self._lanes.running[share.slot] for share in shares]
         self._aborting = False
-        n_decode = sum(share.sampled for share in shares)
-        n_prefill = sum(share.n for share in shares) - n_decode
+        n_tokens, n_decode = sum([share.n for share in shares]), sum([share.sampled for share in shares])
+        n_prefill = n_tokens - n_decode
         step = Step(
-            tuple(_row(share, seq) for share, seq in zip(shares, self._in_flight, strict=True)),
+            tuple([_row(share, seq) for share, seq in zip(shares, self._in_flight, strict=True)]),
             self._pace.budget_s(self._options.decode_budget_s, n_decode, n_prefill),
             exact=self._lanes.runs_alone,
         )
         stepping = list(self._in_flight)
         try:
-            with self._lanes.reserving(step.n_tokens):
+            with self._lanes.reserving(n_tokens):
                 result = await self._thread.step(step)
         except ErllamaError as error:
             # Memory that could not be set right before the step is not the fault of who steps.
@@ -539,9 +555,8 @@ class Actor:
                 seq.check()
 
     def _accept(self, seq: Sequence, sampled: Sampled, now: float) -> None:
-        is_eog: Callable[[int], bool] = getattr(self._backend, "is_eog", lambda _: False)
-        piece: Callable[[int], bytes] = getattr(self._backend, "piece", lambda _: b"")
-        reason = seq.accept(sampled, piece=piece(sampled.token), is_eog=is_eog(sampled.token), now=now)
+        token = sampled.token
+        reason = seq.accept(sampled, piece=self._piece(token), is_eog=self._is_eog(token), now=now)
         if reason is not None:
             self._finish(seq, reason)
 

@@ -94,7 +94,7 @@ class Lanes:
         """Cells nobody holds or is about to fill; None where every sequence has its own."""
         if self._n_cells is None:
             return None
-        return self._n_cells - self._n_reserved - n_distinct(holder.cells for holder in self._holders())
+        return self._n_cells - self._n_reserved - n_distinct([holder.cells for holder in self._holders()])
 
     @contextmanager
     def reserving(self, n: int) -> Iterator[None]:
@@ -125,8 +125,8 @@ class Lanes:
 
     @property
     def runs_alone(self) -> bool:
-        """Whether who runs must stay alone."""
-        return any(seq.exact for seq in self.running.values())
+        """Whether who runs must stay alone; nobody is let in beside it, so it is the only one."""
+        return len(self.running) == 1 and next(iter(self.running.values())).exact
 
     def is_alone(self, seq: Sequence) -> bool:
         """Whether nobody else holds anything."""
@@ -319,6 +319,8 @@ class Lanes:
 
     def _take_over(self, filling: list[Sequence], now: float) -> None:
         """What a leader computed in its last step is left to those who followed it."""
+        if not self._left:
+            return
         self._left = [r for r in self._left if self.residents.get(r.slot) is r]
         for seq in filling:
             for resident in self._left:
@@ -438,11 +440,12 @@ class Lanes:
         heapq.heappush(self._empty, slot)
         self._ops.append(Cut(slot, 0))
 
-    def reclaim(self, n_wanted: int) -> None:
-        """Free cells of residents until `n_wanted` are free, longest unused first."""
+    def reclaim(self, n_wanted: int) -> int | None:
+        """Free cells of residents until `n_wanted` are free, longest unused first; returns `n_free_cells`."""
         while (free := self.n_free_cells) is not None and free < n_wanted:
             if not self.drop_resident():
-                return
+                break
+        return free
 
     @property
     def is_saving(self) -> bool:

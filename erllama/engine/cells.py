@@ -74,7 +74,9 @@ def n_distinct(holders: Iterable[Cells]) -> int:
     for cells in holders:
         for run, low, high in cells._held:
             held.setdefault(run, []).append((low, high))
-    return sum(map(_union, held.values()))
+    return sum(
+        [_union(pieces) if len(pieces) > 1 else pieces[0][1] - pieces[0][0] for pieces in held.values()]
+    )
 
 
 def _union(pieces: list[tuple[int, int]]) -> int:

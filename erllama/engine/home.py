@@ -23,7 +23,11 @@ def current_home() -> Home:
 
 def require_home(home: Home) -> None:
     """Raise `RequestError` with reason "wrong_loop" unless the calling task runs in that loop."""
-    if current_home() is not home:
+    try:
+        is_here = trio.lowlevel.current_trio_token() is home
+    except RuntimeError:
+        is_here = current_home() is home  # which says what is wrong
+    if not is_here:
         raise RequestError(
             "this engine belongs to another trio loop; from a thread, hand the call over with "
             "trio.from_thread.run(…) instead of trio.run(…), or open an engine in each loop",

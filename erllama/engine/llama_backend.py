@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from erllama import llama
-from erllama.backend import BackendFacts, MemoryKind, PartKind, Sampled, StepResult, StepStatus
-from erllama.errors import ErllamaError, HandleClosed, LoadCancelled, NotSupported
+from erllama.backend import BackendFacts, MemoryKind, PartKind, StepResult, StepStatus
+from erllama.errors import HandleClosed, LoadCancelled, NotSupported
 from erllama.kvcache.key import control_piece
 from erllama.llama.variant import cache_dir
 
@@ -25,7 +25,7 @@ from .cold_probe import ColdProbe
 from .fingerprint import file_sha256, model_files, shape_hash
 from .governor import ThreadGovernor
 from .llama_parts import FORMAT, PartMover, layout_of, why_no_layout
-from .llama_sampler import LlamaSampler
+from .llama_sampler import LlamaSampler, sample_rows
 from .memory_check import MemoryCheck
 from .native_params import N_SCRATCH, native_params, sampling_defaults, warn_of_what_will_disappoint
 from .permit import PROCESS_PERMIT
@@ -33,7 +33,7 @@ from .permit import PROCESS_PERMIT
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from erllama.backend import Layout, SamplingParams, Step
+    from erllama.backend import Layout, Row, SamplingParams, Step
     from erllama.options import ContextOptions, ModelOptions
 
 log = logging.getLogger("erllama.engine")
@@ -253,13 +253,7 @@ class LlamaBackend:
         """One `llama_decode`, then one sample per row that carries a sampler."""
         context, batch = self._live_context(), self._batch
         assert batch is not None
-        batch.clear()
-        outputs = [
-            batch.add(
-                self._seq_id(row.slot), row.tokens, row.pos, output="none" if row.sampler is None else "last"
-            )
-            for row in step.rows
-        ]
+        outputs = self._fill(batch, step.rows)
         if step.exact:
             self._all_threads(context)
         elif self._parts is not None:
@@ -267,7 +261,7 @@ class LlamaBackend:
         with self._permit.held(self._n_threads(step), at_most_s=step.budget_s) as granted:
             if not granted:
                 return StepResult(status=StepStatus.ABORTED)
-            context.abort.arm(step.budget_s)
+            context.abort.arm_next(step.budget_s)
             began, cpu_began = time.perf_counter(), time.process_time()
             rc = context.decode(batch)
             computed = time.perf_counter()
@@ -275,16 +269,32 @@ class LlamaBackend:
                 self._govern(context, computed - began, time.process_time() - cpu_began)
         if rc != 0:
             return StepResult(status=_status(rc, context.abort.cause), rc=rc, compute_s=computed - began)
-        sampled = tuple(
-            None if row.sampler is None else _sample(context, row.sampler, output)
-            for row, output in zip(step.rows, outputs, strict=True)
-        )
+        sampled = sample_rows(context, step.rows, outputs)
         return StepResult(
             status=StepStatus.OK,
             sampled=sampled,
             compute_s=computed - began,
             sample_s=time.perf_counter() - computed,
         )
+
+    def _fill(self, batch: llama.Batch, rows: Sequence[Row]) -> Sequence[int]:
+        """Put the rows of a step into the batch; returns the index of each one's output."""
+        first = self._seq_id(0)
+        single = [
+            (first + row.slot, row.tokens[0], row.pos)
+            for row in rows
+            if len(row.tokens) == 1 and row.sampler is not None
+        ]
+        if len(single) == len(rows):
+            batch.fill(*zip(*single, strict=True))
+            return range(len(rows))
+        batch.clear()
+        return [
+            batch.add(
+                self._seq_id(row.slot), row.tokens, row.pos, output="none" if row.sampler is None else "last"
+            )
+            for row in rows
+        ]
 
     def _all_threads(self, context: llama.Context) -> None:
         """What must have the same bits every time is computed with as many threads every time."""
@@ -319,7 +329,7 @@ class LlamaBackend:
         """Lower the flag. Any thread."""
         self._permit.renew()
         context = self._context
-        if context is not None:
+        if context is not None and context.abort.is_raised:
             context.abort.clear()
 
     # --- memory ---
@@ -401,7 +411,7 @@ class LlamaBackend:
 
     def piece(self, token: int) -> bytes:
         """The bytes a token shows."""
-        return self._live_model().vocab.piece(token)
+        return (self._model or self._live_model()).vocab.piece(token)
 
     def key_pieces(self, tokens: Sequence[int]) -> list[bytes]:
         """Text of ordinary tokens, id of control tokens."""
@@ -427,7 +437,7 @@ class LlamaBackend:
 
     def is_eog(self, token: int) -> bool:
         """Whether the token ends a generation."""
-        return self._live_model().vocab.is_eog(token)
+        return (self._model or self._live_model()).vocab.is_eog(token)
 
 
 def _idle_s() -> float:
@@ -443,11 +453,3 @@ def _status(rc: int, cause: str | None) -> StepStatus:
     if rc == 2:
         return StepStatus.TIMEOUT if cause == "deadline" else StepStatus.ABORTED
     return StepStatus.FATAL
-
-
-def _sample(context: llama.Context, sampler: object, output: int) -> Sampled | ErllamaError:
-    assert isinstance(sampler, LlamaSampler)
-    try:
-        return sampler.sample(context, output)
-    except ErllamaError as error:  # this request's grammar or memory; its neighbours go on
-        return error

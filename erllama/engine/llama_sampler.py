@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from erllama import llama
 from erllama.backend import Sampled
+from erllama.errors import ErllamaError
 from erllama.types import TokenLogprob
 
 if TYPE_CHECKING:
-    from erllama import llama
+    from collections.abc import Sequence
+
+    from erllama.backend import Row
 
 
 class LlamaSampler:
@@ -24,12 +28,34 @@ class LlamaSampler:
         """Free the chain."""
         self.chain.close()
 
-    def sample(self, context: llama.Context, output: int) -> Sampled:
-        """A token for that row of the last decode. Raises: what the chain raises."""
-        token = self.chain.sample(context, output)
-        if self.n_alternatives is None:
-            return Sampled(token=token)
-        return Sampled(token=token, logprob=_logprob(context.logits(output), token, self.n_alternatives))
+
+def sample_rows(
+    context: llama.Context, rows: Sequence[Row], outputs: Sequence[int]
+) -> tuple[Sampled | ErllamaError | None, ...]:
+    """A token for each row that carries a sampler, out of its output of the last decode.
+
+    An error concerns one request, its grammar or its memory; its neighbours go on.
+    """
+    asked = [(i, row.sampler) for i, row in enumerate(rows) if row.sampler is not None]
+    samplers = cast("list[LlamaSampler]", [sampler for _, sampler in asked])
+    tokens = llama.sample_rows(context, [s.chain for s in samplers], [outputs[i] for i, _ in asked])
+    found: list[Sampled | ErllamaError | None] = [None] * len(rows)
+    for (i, _), sampler, token in zip(asked, samplers, tokens, strict=True):
+        if isinstance(token, ErllamaError):
+            found[i] = token
+        elif sampler.n_alternatives is None:
+            found[i] = Sampled(token=token)
+        else:
+            found[i] = _with_logprob(context, outputs[i], token, sampler.n_alternatives)
+    return tuple(found)
+
+
+def _with_logprob(context: llama.Context, output: int, token: int, n_top: int) -> Sampled | ErllamaError:
+    try:
+        logits = context.logits(output)
+    except ErllamaError as error:
+        return error
+    return Sampled(token=token, logprob=_logprob(logits, token, n_top))
 
 
 def _logprob(logits: np.ndarray, token: int, n_top: int) -> TokenLogprob:

@@ -80,18 +80,24 @@ class ComputePermit:
 
     def _wait_for(self, ticket: Ticket, at_most_s: float | None) -> bool:
         with self._changed:
+            if not (self._waiting or ticket._given_up) and self.n_free >= ticket._n:
+                self._grant(ticket, at_most_s)
+                return True
             self._waiting.append(ticket)
             try:
                 while not ticket._given_up:
                     if self._waiting[0] is ticket and self.n_free >= ticket._n:
-                        ticket._due = float("inf") if at_most_s is None else time.monotonic() + at_most_s
-                        self._holding.add(ticket)
+                        self._grant(ticket, at_most_s)
                         return True
                     self._changed.wait(self._next_due_s())
                 return False
             finally:
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
+
+    def _grant(self, ticket: Ticket, at_most_s: float | None) -> None:
+        ticket._due = float("inf") if at_most_s is None else time.monotonic() + at_most_s
+        self._holding.add(ticket)
 
     def _next_due_s(self) -> float | None:
         """Seconds until a holder is overdue; None if none ever is."""
@@ -101,7 +107,8 @@ class ComputePermit:
     def _give_back(self, ticket: Ticket) -> None:
         with self._changed:
             self._holding.discard(ticket)
-            self._changed.notify_all()
+            if self._waiting:
+                self._changed.notify_all()
 
     def _give_up(self, ticket: Ticket) -> None:
         with self._changed:

@@ -15,11 +15,13 @@ same attention kernel: the same cuts give the same bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+BY_ARRIVAL, BY_SLOT = attrgetter("arrival"), attrgetter("slot")
 PIECE = 64  # rows; ggml's CPU flash attention changes kernels below this
 
 
@@ -43,8 +45,7 @@ class Plannable(Protocol):
         """Order of submission; lower is older."""
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """`n` tokens of `slot` from `start` on; `sampled` when they include the sequence's last token."""
 
     slot: int
@@ -75,12 +76,19 @@ def plan_step(ready: Sequence[Plannable], limits: Limits) -> list[Share]:
     `ready` are the sequences with a slot whose reader keeps up. A decoding sequence that finds no
     cell is left out: `lacks_cells` tells the caller to make room first.
     """
-    decoding = sorted((s for s in ready if s.n_kv == s.n_tokens - 1), key=lambda s: s.arrival)
-    filling = sorted((s for s in ready if s.n_kv < s.n_tokens - 1), key=lambda s: s.arrival)
+    decoding: list[Plannable] = []
+    filling: list[Plannable] = []
+    for s in ready:
+        n_missing = s.n_tokens - s.n_kv
+        if n_missing:
+            (decoding if n_missing == 1 else filling).append(s)
     room = limits.n_batch if limits.n_cells is None else min(limits.n_batch, limits.n_cells)
 
-    shares = [Share(s.slot, s.n_kv, 1, True) for s in decoding[:room]]
+    if len(decoding) > room:
+        decoding = sorted(decoding, key=BY_ARRIVAL)[:room]
+    shares = [Share(s.slot, s.n_kv, 1, True) for s in decoding]
     room -= len(shares)
+    filling.sort(key=BY_ARRIVAL)
     alone = not shares and len(filling) == 1
     budget = room if alone else min(room, max(PIECE, limits.prefill_budget))
     can_be_whole = min(limits.n_batch - len(shares), limits.prefill_chunk) >= PIECE
@@ -93,7 +101,7 @@ def plan_step(ready: Sequence[Plannable], limits: Limits) -> list[Share]:
         if n:
             shares.append(Share(s.slot, s.n_kv, n, False))
             budget -= n
-    return sorted(shares, key=lambda share: share.slot)
+    return sorted(shares, key=BY_SLOT)
 
 
 def lacks_cells(ready: Sequence[Plannable], n_free: int | None) -> bool:

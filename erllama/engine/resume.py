@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     WaitForASave = Callable[[], Awaitable[None]]
 
 log = logging.getLogger("erllama.engine")
-SAVE_PATIENCE_S = 2.0
+SAVE_PATIENCE_S = 2.0  # for one save of what holds the cells that are wanted
 MAX_TRIES = 8  # each finds less than the one before
 
 
@@ -175,9 +175,11 @@ class _Restore:
         pieces = self._plan.base
         n_cells = sum(piece.wanted[1] - piece.wanted[0] for piece in pieces)
         n_cells += max((self._n_passing(piece) for piece in pieces), default=0)
-        with trio.move_on_after(SAVE_PATIENCE_S):
-            while not self._has_room(n_cells) and self._lanes.is_saving:
+        while not self._has_room(n_cells) and self._lanes.is_saving:
+            with trio.move_on_after(SAVE_PATIENCE_S) as patience:
                 await self._wait_for_a_save()
+            if patience.cancelled_caught:
+                break
         if not _still_wants(self._seq, self._stay) or not self._has_room(n_cells):
             return False
         held.enter_context(self._lanes.reserving(n_cells))
@@ -302,7 +304,7 @@ def _note_reach(seq: Sequence, match: Match) -> None:
     """What a miss is explained from."""
     seq.evidence.saw(match.n_tokens, (), 0)
     seq.evidence.whole = max(seq.evidence.whole, match.n_tokens)
-    if (last := match.partial) is not None:
+    if (last := match.partial) is not None and last.n_tokens:
         n = last.node.start + last.n_tokens
         seq.evidence.saw(n, [*seq.ledger[: last.node.start], *last.node.ids], last.node.end)
 

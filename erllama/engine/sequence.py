@@ -65,6 +65,9 @@ class Timeline:
     finished: float | None = None
 
 
+OWNS_A_SLOT = Phase.RESTORE, Phase.PREFILL, Phase.DECODE
+
+
 class Sequence:
     """One request in the engine."""
 
@@ -85,6 +88,7 @@ class Sequence:
         is_text: bool = False,
     ) -> None:
         self.request = request
+        self.arrival = request.id  # order of submission
         self.options = options
         self.purpose = purpose
         self.sampler = sampler
@@ -117,6 +121,7 @@ class Sequence:
         self._n_ctx = n_ctx
         self._kept: tuple[HitKind, int] | None = None  # it runs on in its session's slot, from there
         self._life = Lifecycle()
+        self.phase = self._life.phase  # where it is; `_move` writes it
         self._text = TextAssembler(options.stop)
         self._visible = visible  # control tokens whose text shows
         self._logprobs: list[TokenLogprob] | None = None if options.logprobs is None else []
@@ -160,16 +165,6 @@ class Sequence:
         return len(self.ledger)
 
     @property
-    def arrival(self) -> int:
-        """Order of submission."""
-        return self.request.id
-
-    @property
-    def phase(self) -> Phase:
-        """Where it is."""
-        return self._life.phase
-
-    @property
     def n_generated(self) -> int:
         """Sampled tokens."""
         return len(self.ledger) - self.n_prompt
@@ -177,15 +172,20 @@ class Sequence:
     @property
     def n_left(self) -> int:
         """Tokens it may still generate."""
-        return min(self.options.max_tokens - self.n_generated, self._n_ctx - len(self.ledger))
+        n = len(self.ledger)
+        return min(self.options.max_tokens + self.n_prompt, self._n_ctx) - n
 
     def check(self) -> None:
         """Assert the invariants above."""
-        assert 0 <= self.n_kv <= len(self.ledger), self
-        assert self.phase is not Phase.DECODE or len(self.ledger) - self.n_kv == 1, self
-        assert self.has_slot == (self.phase in (Phase.RESTORE, Phase.PREFILL, Phase.DECODE)), self
+        n_kv, n, phase = self.cells.n, len(self.ledger), self.phase
+        assert 0 <= n_kv <= n, self
+        assert phase is not Phase.DECODE or n - n_kv == 1, self
+        assert (self._slot is not None) == (phase in OWNS_A_SLOT), self
 
     # --- transitions ---
+
+    def _move(self, happening: Happening) -> None:
+        self.phase = self._life.fire(happening)
 
     def admit(
         self,
@@ -202,7 +202,7 @@ class Sequence:
         self._slot, self.cells, self.path = slot, shared or Cells(), path or NodePath()
         self.unproven, self.has_computed = set(), False
         self.n_admitted += 1
-        self._life.fire(Happening.ADMITTED)
+        self._move(Happening.ADMITTED)
         if self.times.admitted is None:
             self.times.admitted = now
             self._reused(self.n_kv, "live")
@@ -245,14 +245,14 @@ class Sequence:
 
     def restored(self, now: float) -> None:
         """Whatever could be reused is there; the rest is computed."""
-        self._life.fire(Happening.RESTORED)
+        self._move(Happening.RESTORED)
         if self.times.restored is None:
             self.times.restored = now
         self._note_prefill(now)
 
     def preempt(self) -> int:
         """It gives its lane up and waits; returns the lane."""
-        self._life.fire(Happening.PREEMPTED)
+        self._move(Happening.PREEMPTED)
         return self._leave_slot()
 
     def rewind(self, n_kv: int) -> None:
@@ -262,7 +262,7 @@ class Sequence:
         self.cells.grow_to(n_kv)  # an aborted step may have left more than was known
         self.path.cut_to(n_kv)
         if len(self.ledger) - n_kv > 1 or self.phase is Phase.PREFILL:
-            self._life.fire(Happening.REWOUND)
+            self._move(Happening.REWOUND)
 
     def computed(self, n_kv: int, now: float) -> None:
         """The model has seen the tokens before `n_kv`."""
@@ -272,8 +272,8 @@ class Sequence:
         self._note_prefill(now)
 
     def _note_prefill(self, now: float) -> None:
-        if self.phase is Phase.PREFILL and self.n_kv >= len(self.ledger) - 1:
-            self._life.fire(Happening.PREFILLED)
+        if self.phase is Phase.PREFILL and self.cells.n >= len(self.ledger) - 1:
+            self._move(Happening.PREFILLED)
             if self.times.prefilled is None:
                 self.times.prefilled = now
 
@@ -318,7 +318,7 @@ class Sequence:
 
     def _end(self, error: BaseException | None) -> int | None:
         slot = self._leave_slot() if self.has_slot else None
-        self._life.fire(Happening.FINISHED)
+        self._move(Happening.FINISHED)
         self.buffer.end(error)
         try:
             if self.sampler is not None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from .arena import Arena
+from .arena import Arena, class_bytes
 from .catalog import Catalog
 from .check import Finding, check_store
 from .evictor import Evictor
@@ -26,7 +26,7 @@ from .files import NO_SPACE
 from .filetier import FileTier
 from .finder import Finder
 from .header import Damaged
-from .kinds import PartKind
+from .kinds import PartKind, Refusal
 from .loader import Loader
 from .lookuplog import LookupLog
 from .match import Lease, Match, MatchedNode
@@ -152,13 +152,20 @@ class KvStore:
     # --- saving -----------------------------------------------------------------------------------
 
     def buffer_nowait(self, n_bytes: int) -> Buffer | None:
-        """A pooled buffer for an export, or None if RAM has no room for it right now."""
-        return self._room.take_nowait(n_bytes)
+        """A pooled buffer for an export, or None if RAM has no room for it right now; that is counted."""
+        return self._counted(n_bytes, self._room.take_nowait(n_bytes))
 
     async def buffer(self, n_bytes: int) -> Buffer | None:
-        """A pooled buffer, after spilling if need be; None if there is no room."""
+        """A pooled buffer, after spilling if need be; None if there is no room, which is counted."""
         await trio.lowlevel.checkpoint()
-        return await self._room.take(n_bytes)
+        return self._counted(n_bytes, await self._room.take(n_bytes))
+
+    def _counted(self, n_bytes: int, buffer: Buffer | None) -> Buffer | None:
+        """Without a buffer there will be no save: what refuses one is known here."""
+        if buffer is None:
+            never = class_bytes(n_bytes) > self._arena.max_bytes
+            self._counters.refusals[Refusal.TOO_LARGE if never else Refusal.NO_ROOM] += 1
+        return buffer
 
     async def save(self, draft: Draft, *, tier: str = RAM_TIER) -> Saved:
         """Store a node. It is readable at once; its jobs say when it is durable.

@@ -31,6 +31,7 @@ from .model import LoadProgress as LoadProgress
 from .model import Model as Model
 from .params import ContextParams as ContextParams
 from .readout import forward_argmax as forward_argmax
+from .rows import sample_rows as sample_rows
 from .sampler import SamplerChain as SamplerChain
 from .sampler import SamplerParams as SamplerParams
 from .sampler import check_grammar as check_grammar

@@ -6,7 +6,7 @@ in ascending order of their ids: only adjacent ascending ids are computed togeth
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -15,7 +15,10 @@ from erllama.errors import BatchOverflow, InvalidBatch, InvalidContent
 from .ffi import Library, library
 from .vocab import TokenIds, as_integers, as_pointer
 
-INT32 = np.iinfo(np.int32)
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 Output = Literal["none", "last", "all"]
 
 
@@ -38,6 +41,8 @@ class Batch:
         # Each row's seq_id entry is a pointer into this table of all ids, so marking n rows is one fill.
         self._seq_table = np.arange(n_seq_max, dtype=np.int32)
         self._table_address = int(self._seq_table.ctypes.data)
+        first = as_pointer(ffi, self._seq_table, "llama_seq_id *")
+        self._seq_addresses = [first + i for i in range(n_seq_max)]
         self._seq_pointers = np.full(capacity, self._table_address, np.uintp)
         self.native: Any = ffi.new("struct llama_batch *")
         self.native.token = as_pointer(ffi, self.tokens, "llama_token *")
@@ -74,7 +79,7 @@ class Batch:
                 f"sequence {seq_id}: this batch was made for ids below {len(self._seq_table)}",
                 detail={"seq_id": seq_id, "n_seq_max": len(self._seq_table)},
             )
-        if not INT32.min <= pos < INT32.max - n + 1:  # one less: the next position is one too
+        if not INT32_MIN <= pos < INT32_MAX - n + 1:  # one less: the next position is one too
             raise InvalidBatch(f"position {pos} leaves no room for {n} rows", detail={"pos": pos})
         self.tokens[start:end] = _int32(tokens)
         if n == 1:
@@ -89,12 +94,40 @@ class Batch:
         self.n_tokens = self.native.n_tokens = end
         return start if output == "all" else end - 1
 
+    def fill(self, seq_ids: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> None:
+        """Make row i the token i of sequence i, each with an output: a step that only decodes, in one go.
+
+        Same rows as `clear` and then `add(seq_ids[i], [tokens[i]], positions[i])` for each i.
+        Raises: what `add` raises, and then the batch is empty.
+        """
+        self.clear()
+        n = len(tokens)
+        if not 0 < n <= self.capacity:
+            raise BatchOverflow(
+                f"{n} rows do not fit: {self.capacity} is the most" if n else "no tokens to add",
+                detail={"n_rows": n, "n_taken": 0, "capacity": self.capacity},
+            )
+        native, table = self.native, self._seq_addresses
+        try:  # cffi's own copies: after a decode they find warmer caches than numpy's
+            if min(seq_ids) < 0 or max(positions) >= INT32_MAX:
+                raise InvalidBatch(f"sequences {list(seq_ids)} at {list(positions)}: beyond 31 bits")
+            native.token[0:n] = tokens
+            native.pos[0:n] = positions
+            native.seq_id[0:n] = [table[i] for i in seq_ids]
+        except (IndexError, OverflowError, TypeError, ValueError) as error:
+            raise InvalidBatch(
+                f"a row is a sequence id below {len(table)}, a token and a position, integers all: {error}",
+                detail={"n_seq_max": len(table)},
+            ) from None
+        native.logits[0:n] = [1] * n
+        self.n_tokens = self.n_outputs = native.n_tokens = n
+
 
 def _int32(tokens: TokenIds) -> np.ndarray:
     try:
         ids = as_integers(tokens)
     except InvalidContent as error:
         raise InvalidBatch(str(error)) from None
-    if ids.dtype != np.int32 and (int(ids.min()) < INT32.min or int(ids.max()) > INT32.max):
+    if ids.dtype != np.int32 and (int(ids.min()) < INT32_MIN or int(ids.max()) > INT32_MAX):
         raise InvalidBatch(f"token ids are integers of 32 bits: {ids.min()} to {ids.max()}")
     return ids

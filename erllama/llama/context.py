@@ -156,7 +156,18 @@ class Context:
         fatal, the context must go.
         Raises: `InvalidBatch` before anything happened, `NativeError`, `HandleClosed`.
         """
-        return self._compute(batch, self.lib.decode)
+        with self.handle as ptr:
+            self._check_rows(batch)
+            self._output_rows = b""
+            fault, seconds = self._fault, self.abort.take_next()
+            rc = int(
+                self.lib.decode_checked(
+                    ptr, batch.native, self._limits, self._memory_ptr, fault, self.abort.fields, seconds
+                )
+            )
+            if rc != 0 and fault.code:
+                raise self._refusal()
+            return self._computed(batch, rc)
 
     def encode(self, batch: Batch) -> int:
         """Run the rows without memory (embedding models); every row is an output. As `decode`.
@@ -165,27 +176,33 @@ class Context:
         """
         if self._memory is not None:
             raise NotSupported("this model has a memory: it decodes, and does not encode")
-        return self._compute(batch, self.lib.encode)
-
-    def _compute(self, batch: Batch, call: Any) -> int:
         with self.handle as ptr:
-            self._check(batch)
+            if not self.lib.batch_check(batch.native, self._limits, self._memory_ptr, self._fault):
+                raise self._refusal()
+            self._check_rows(batch)
             self._output_rows = b""
-            rc = int(call(ptr, batch.native[0]))
-            if rc == 0:
-                all_rows = self.params.embeddings or self._memory is None
-                self._output_rows = (
-                    b"\1" * batch.n_tokens if all_rows else batch.outputs[: batch.n_tokens].tobytes()
-                )
-            return rc
+            return self._computed(batch, int(self.lib.encode(ptr, batch.native[0])))
 
-    def _check(self, batch: Batch) -> None:
+    def _computed(self, batch: Batch, rc: int) -> int:
+        if rc == 0:
+            n = batch.n_tokens
+            self._output_rows = (
+                b"\1" * n if self._needs_all else self.lib.ffi.buffer(batch.native.logits, n)[:]
+            )
+        return rc
+
+    def _refusal(self) -> InvalidBatch:
         fault = self._fault
-        if not self.lib.batch_check(batch.native, self._limits, self._memory_ptr, fault):
-            detail = {"fault": fault.code, "row": fault.row, "value": fault.value, "limit": fault.limit}
-            raise InvalidBatch(FAULTS[fault.code].format(**detail), detail=detail)
-        needs_all = self.params.embeddings or self._memory is None
-        if needs_all and batch.n_tokens > self.n_outputs_max:
+        detail = {"fault": fault.code, "row": fault.row, "value": fault.value, "limit": fault.limit}
+        return InvalidBatch(FAULTS[fault.code].format(**detail), detail=detail)
+
+    @property
+    def _needs_all(self) -> bool:
+        """Whether every row is an output, marked or not."""
+        return self.params.embeddings or self._memory is None
+
+    def _check_rows(self, batch: Batch) -> None:
+        if self._needs_all and batch.n_tokens > self.n_outputs_max:
             _refuse_rows(EMBEDDED_ROWS, batch.n_tokens, self.n_outputs_max)
         if (not self.is_causal or self._memory is None) and batch.n_tokens > self.n_ubatch:
             _refuse_rows(NON_CAUSAL_ROWS, batch.n_tokens, self.n_ubatch)
@@ -222,6 +239,11 @@ class Context:
                 raise NoLogits(f"sequence {seq_id} of {self.n_seq_max}", detail={"seq_id": seq_id})
             n = self._n_scores if self.lib.pooling_type(ptr) == rank else self.model.facts.n_embd_out
             return self._floats(self.lib.get_embeddings_seq(ptr, seq_id), n)
+
+    def with_logits(self, rows: Sequence[int]) -> list[bool]:
+        """Which of these rows of the last decode have logits."""
+        marks = self._output_rows if self._memory is not None else b""
+        return [0 <= i < len(marks) and marks[i] != 0 for i in rows]
 
     def need_logits(self, i: int) -> None:
         """Raises: `NoLogits` if row `i` of the last decode has no logits."""

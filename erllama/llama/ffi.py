@@ -60,7 +60,7 @@ class Library:
             err = errors.err
             result = raw(*args, err)
             if err.kind:
-                raise _take(err, name, text)
+                raise take_error(err, name, text)
             return result
 
         call.__name__ = name
@@ -85,7 +85,8 @@ class Library:
         return free
 
 
-def _take(err: Any, name: str, text: Callable[[Any], bytes]) -> NativeError:
+def take_error(err: Any, name: str, text: Callable[[Any], bytes]) -> NativeError:
+    """What a `struct el_error` says, which is empty again afterwards."""
     kind, message = err.kind, text(err.message).decode("utf-8", "replace")
     err.kind = 0
     return NativeError(

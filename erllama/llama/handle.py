@@ -165,3 +165,21 @@ class Exclusive:
     def closed(self) -> bool:
         """True once `close()` was called."""
         return self._ptr is None
+
+
+class Several:
+    """Exclusive pointers for one call over all: `with Several(handles) as ptrs:`; None for closed ones."""
+
+    def __init__(self, handles: list[Exclusive]) -> None:
+        self._handles = handles
+
+    def __enter__(self) -> list[Any]:
+        for handle in sorted(
+            self._handles, key=id
+        ):  # in the same order everywhere: no two wait for each other
+            handle._lock.acquire()
+        return [handle._ptr for handle in self._handles]
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle._lock.release()

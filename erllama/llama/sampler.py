@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from erllama.backend import Guide
 from erllama.errors import (
     DecodeFailed,
+    ErllamaError,
     InvalidContent,
     InvalidGrammar,
     InvalidOption,
@@ -59,6 +61,12 @@ class SamplerParams:
     guide: Guide = field(default_factory=Guide)
 
 
+OF_THE_CHAIN = {
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "penalty_last_n", "seed", "logit_bias"),
+    "grammar_first",  # says nothing without a grammar
+}
+
+
 class SamplerChain:
     """logit bias → repetition penalty → top-k → top-p → min-p → temperature and draw (or greedy).
 
@@ -70,11 +78,12 @@ class SamplerChain:
         _check(params)
         lib = library()
         self.params = params
-        self._vocab = vocab
+        self.vocab = vocab
         self._lib = lib
         bias = _biases(vocab, params)
         with vocab._model:
-            ptr = _native(lib, vocab, params, bias)
+            self.row, self._keepalive = _native(lib, vocab, params, bias)
+            ptr = self.row.sampler
             self.handle = Exclusive(lib, ptr, "sampling_free", "sampler", vocab._model.owned)
         self._prefill()
 
@@ -90,7 +99,7 @@ class SamplerChain:
         Raises: `NotSupported` (a context of another model), `NoLogits`, `InvalidGrammar` (no token of
         the vocabulary can go on), `DecodeFailed` (the model computed no numbers), `HandleClosed`.
         """
-        if context.model.vocab is not self._vocab:
+        if context.model.vocab is not self.vocab:
             raise NotSupported("a sampler fits the model it was made for, and no other")
         with self.handle as ptr, context.handle as ctx:
             context.need_logits(i)
@@ -101,7 +110,7 @@ class SamplerChain:
 
     def accept(self, token: int) -> None:
         """Take a token as if it had been sampled. Raises: `InvalidGrammar` if the grammar forbids it."""
-        if not 0 <= token < self._vocab.n_tokens:
+        if not 0 <= token < self.vocab.n_tokens:
             raise InvalidContent(f"token {token} is not in the vocabulary", detail={"token": token})
         with self.handle as ptr:
             code = int(self._lib.sampling_accept(ptr, token))
@@ -127,7 +136,7 @@ class SamplerChain:
         """Free the chain. Idempotent."""
         self.handle.close()
 
-    def _error(self, code: int, token: int | None = None) -> Exception:
+    def _error(self, code: int, token: int | None = None) -> ErllamaError:
         if code == REFUSED_BY_GRAMMAR:
             what = "what its trigger sampled" if token is None else f"token {token}"
             return InvalidGrammar(f"the grammar does not allow {what} here", detail={"token": token})
@@ -170,8 +179,12 @@ def _biases(vocab: Vocab, params: SamplerParams) -> dict[int, float]:
     return {**biases, **dict.fromkeys(vocab.suppressed, -math.inf)}
 
 
-def _native(lib: Library, vocab: Vocab, params: SamplerParams, bias: dict[int, float]) -> Any:
-    """`struct el_sampler *`, which owns its parts; when something fails on the way, they are freed."""
+def _native(lib: Library, vocab: Vocab, params: SamplerParams, bias: dict[int, float]) -> tuple[Any, Any]:
+    """`struct el_row *` with its sampler, which owns its parts, and what the row borrows.
+
+    When something fails on the way, the parts are freed.
+    """
+    row, biases = _row(lib, params, bias)
     with ExitStack() as parts:
         grammar = lib.ffi.NULL
         if params.grammar is not None:
@@ -188,14 +201,40 @@ def _native(lib: Library, vocab: Vocab, params: SamplerParams, bias: dict[int, f
             vocab.n_tokens, chain, grammar, thinking, params.guide.lazy, params.grammar_first
         )
         parts.pop_all()
-        return ptr
+        row.sampler, row.chain = ptr, chain
+        return row, biases
+
+
+def _row(lib: Library, params: SamplerParams, bias: dict[int, float]) -> tuple[Any, Any]:
+    """What `sample_rows` has to know, but for the sampler itself."""
+    row = lib.ffi.new("struct el_row *")
+    biases = lib.ffi.new("llama_logit_bias[]", sorted(bias.items()))
+    row.bias, row.n_bias = biases, len(bias)
+    if _is_chain_alone(params):
+        row.is_greedy = params.temperature < GREEDY_BELOW
+        row.top_k = 0 if row.is_greedy else params.top_k
+    return row, biases
+
+
+def _is_chain_alone(params: SamplerParams) -> bool:
+    """Whether nothing but biases comes before greedy or top-k: then most of the vocabulary may be left out.
+
+    Whatever is not known here to be harmless is taken for a grammar.
+    """
+    plain = type(params)()
+    others = [field.name for field in dataclasses.fields(params) if field.name not in OF_THE_CHAIN]
+    return not _penalizes(params) and all(getattr(params, name) == getattr(plain, name) for name in others)
+
+
+def _penalizes(params: SamplerParams) -> bool:
+    return params.repetition_penalty != 1.0 and params.penalty_last_n != 0
 
 
 def _fill(lib: Library, chain: Any, n_vocab: int, params: SamplerParams, bias: dict[int, float]) -> None:
     if bias:
         entries = lib.ffi.new("llama_logit_bias[]", list(bias.items()))
         lib.sampler_chain_add(chain, lib.sampler_init_logit_bias(n_vocab, len(bias), entries))
-    if params.repetition_penalty != 1.0 and params.penalty_last_n != 0:
+    if _penalizes(params):
         penalties = lib.sampler_init_penalties(
             n_vocab, params.penalty_last_n, params.repetition_penalty, 0.0, 0.0
         )

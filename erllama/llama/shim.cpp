@@ -158,3 +158,14 @@ bool shim_batch_check(const struct llama_batch *batch, const struct el_batch_lim
     }
     return true;
 }
+
+int32_t shim_decode_checked(struct llama_context *ctx, const struct llama_batch *batch, const struct el_batch_limits *limits, llama_memory_t mem, struct el_batch_fault *fault, struct el_abort *abort, double seconds) {
+    fault->code = FAULT_NONE;
+    if (!shim_batch_check(batch, limits, mem, fault)) {
+        return -1;
+    }
+    if (seconds == seconds) {
+        shim_abort_arm(abort, seconds);
+    }
+    return llama_decode(ctx, *batch);
+}

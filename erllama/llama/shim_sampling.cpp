@@ -102,7 +102,8 @@ struct el_sampler {
             return NOTHING_ALLOWED;
         }
         const llama_token_data &chosen = array.data[array.selected];
-        return chosen.logit == -INFINITY ? NOTHING_ALLOWED : chosen.id;
+        // Nor NaN: what an infinite bias makes of a token that the grammar has forbidden.
+        return chosen.logit > -INFINITY ? chosen.id : NOTHING_ALLOWED;
     }
 
     // The end of a thinking block may be what triggers the grammar, so it is told of it afterwards.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
+from erllama.chat.answer import read_answer
 from erllama.chat.grammar import SchemaGrammars
 from erllama.chat.options import ChatOptions
 from erllama.chat.prompt import ChatParams, Renderer, Vocabulary
@@ -16,6 +17,7 @@ from erllama.chat.templates import Template
 from erllama.engine.home import require_home
 from erllama.engine.request import EventStream, open_stream
 from erllama.errors import ContextOverflow, HandleClosed, InvalidContent, NotLoaded, NotSupported
+from erllama.options import GenerationOptions
 from erllama.types import ChatMessage
 
 from .chat_events import ChatTranslator
@@ -23,10 +25,10 @@ from .chat_events import ChatTranslator
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
+    from erllama.backend import Guide
     from erllama.chat.messages import Message
     from erllama.chat.templates import TemplateCache
     from erllama.engine.handle import Handle
-    from erllama.options import GenerationOptions
 
 HOPELESS_FROM = 64 << 10  # characters; below, rendering costs less than finding out
 
@@ -84,30 +86,40 @@ class ModelChat:
         self, messages: Sequence[Message], options: ChatOptions, generation: GenerationOptions | None = None
     ) -> ChatParams:
         """Render in a worker thread. Cancellation: leaves the thread to itself, it only reads."""
+        return (await self._rendered(messages, options, generation))[0]
+
+    async def _rendered(
+        self, messages: Sequence[Message], options: ChatOptions, generation: GenerationOptions | None
+    ) -> tuple[ChatParams, Guide]:
         handle = self._live()
         if getattr(handle.backend, "chat_templates", None) is None:
             raise NotSupported(f"the backend of {handle.model_id!r} cannot chat", reason="chat_not_supported")
-        schema = None if generation is None else generation.json_schema
-        grammar = None if generation is None else generation.grammar
+        generation = generation or GenerationOptions()
+        schema, grammar, budget = (
+            generation.json_schema,
+            generation.grammar,
+            generation.thinking_budget_tokens,
+        )
 
-        def render() -> ChatParams:
+        def render() -> tuple[ChatParams, Guide]:
             self._refuse_hopeless(messages)
-            return self._renderer().render(messages, options, schema, grammar)
+            renderer = self._renderer()
+            params = renderer.render(messages, options, schema, grammar)
+            limit = budget if budget and budget > 0 else None
+            return params, renderer.guide(params, thinking_budget=limit, own_grammar=grammar is not None)
 
         try:
-            params = await trio.to_thread.run_sync(render, abandon_on_cancel=True)
+            params, guide = await trio.to_thread.run_sync(render, abandon_on_cancel=True)
         except HandleClosed:
             raise NotLoaded(f"model {handle.model_id!r} {handle.gone}") from None
         counts = self._counts
         self._counts = dataclasses.replace(
             counts, n_applied=counts.n_applied + 1, apply_s=counts.apply_s + params.apply_s
         )
-        return params
+        return params, guide
 
     async def parse(self, params: ChatParams, text: str, partial: bool) -> ChatMessage:
         """Read an answer in a worker thread. Cancellation: leaves the thread to itself."""
-        from erllama.chat.answer import read_answer
-
         if not isinstance(params, ChatParams):
             raise InvalidContent("chat_parse needs what chat_apply gave")
         started = trio.current_time()
@@ -170,19 +182,11 @@ class ModelChat:
         """The answer's events; see `Model.chat_stream`."""
         handle = self._live()
         require_home(handle.home)
-        params = await self.apply(messages, options, generation)
-        own_grammar = generation.grammar is not None
-        budget = generation.thinking_budget_tokens
-        renderer = await trio.to_thread.run_sync(self._renderer, abandon_on_cancel=True)
-        guide = renderer.guide(
-            params,
-            thinking_budget=budget if budget and budget > 0 else None,
-            own_grammar=own_grammar,
-        )
+        params, guide = await self._rendered(messages, options, generation)
         resolved = dataclasses.replace(
             generation,
             json_schema=None,
-            grammar=generation.grammar if own_grammar else params.grammar,
+            grammar=generation.grammar or params.grammar,
             stop=(*generation.stop, *params.applied.stops),
             prefix_checkpoint_len=generation.prefix_checkpoint_len or params.n_head or None,
         )

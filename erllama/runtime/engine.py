@@ -6,7 +6,9 @@ import dataclasses
 import itertools
 import logging
 import os
+import platform
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Never, TypedDict, Unpack
 
@@ -67,6 +69,8 @@ class EngineOverrides(TypedDict, total=False):
     stream_buffer_events: int
     tiers: Sequence[DiskTier | RamFileTier]
     ram_max_bytes: int
+    ram_spill: str | None
+    lookup_log: str | None
     writer_max_concurrent: int
     evict_save_timeout_s: float
     chat_cache_size: int
@@ -109,7 +113,8 @@ class Engine:
     ) -> Model:
         """Load a GGUF file and start serving it.
 
-        `tier` names where its KV is kept, `policy` says what of it.
+        `tier` names where its KV is kept: in RAM only, unless it names one of the engine's file tiers.
+        `policy` says what of it.
 
         `chat_template` (Jinja) takes the place of the file's own. `thinking_markers` are the texts that begin
         and end thinking, for streams of raw prompts with `thinking=True`.
@@ -134,6 +139,7 @@ class Engine:
         for name, given, wanted in (
             ("model", model, ModelOptions),
             ("context", context, ContextOptions),
+            ("policy", policy, SavePolicy),
             ("model_id", model_id, str),
         ):
             if given is not None and not isinstance(given, wanted):
@@ -169,7 +175,7 @@ class Engine:
                 made,
                 context_options,
                 progress,
-                lambda facts: self._link(made, facts, policy or SavePolicy(), tier),
+                lambda facts: self._link(made, facts, policy or SavePolicy(), tier, file or model_id),
                 self.config.evict_save_timeout_s,
                 "cold" if deterministic else exact,
                 deterministic,
@@ -178,6 +184,7 @@ class Engine:
                 handle.stop()
                 await handle.serve()
                 raise HandleClosed(f"the engine was closed while {model_id!r} was being loaded")
+            self._warn_of_ram_only(model_id, tier)
             loaded = self._model(handle, file, template, markers)
             self._models[model_id] = loaded
             self._nursery.start_soon(self._serve, handle)
@@ -199,16 +206,30 @@ class Engine:
                 f"no tier {tier!r}; there are {', '.join(known)}", detail={"key": "tier", "value": tier}
             )
 
-    def _link(self, backend: Backend, facts: BackendFacts, policy: SavePolicy, tier: str) -> CacheLink | None:
+    def _warn_of_ram_only(self, model_id: str, tier: str) -> None:
+        """Who has a file tier wants it used."""
+        files = [t.name for t in self.cache.list_tiers() if t.name != RAM_TIER]
+        if tier == RAM_TIER and files:
+            log.warning(
+                "%s is kept in RAM only, so it is cold after a restart; write load_model(…, tier=%r)",
+                *(model_id, files[0]),
+            )
+
+    def _link(
+        self, backend: Backend, facts: BackendFacts, policy: SavePolicy, tier: str, file: str
+    ) -> CacheLink | None:
         if facts.shape_hash is None:
             return None
         pieces: Callable[[Sequence[int]], list[bytes]] = getattr(
             backend, "key_pieces", lambda tokens: [b""] * len(tokens)
         )
+        told = _told(facts, file)
         return CacheLink(
             store=self.cache.store,
-            identity=Identity(shape_hash=facts.shape_hash, n_ctx=facts.n_ctx),
-            cold_identity=Identity(shape_hash=cold_shape_hash(facts), n_ctx=facts.n_ctx),
+            identity=Identity(shape_hash=facts.shape_hash, n_ctx=facts.n_ctx, facts=told),
+            cold_identity=Identity(
+                shape_hash=cold_shape_hash(facts), n_ctx=facts.n_ctx, facts={**told, "exact": "cold"}
+            ),
             policy=policy,
             tier=tier,
             pieces=pieces,
@@ -296,8 +317,9 @@ async def _open_engine(config: EngineConfig | None, overrides: EngineOverrides) 
     elif overrides:
         config = EngineConfig(**{**vars(config), **overrides})
     options = StoreOptions(
-        ram=RamTier(max_bytes=config.ram_max_bytes),
+        ram=RamTier(max_bytes=config.ram_max_bytes, spill=config.ram_spill),
         tiers=config.tiers,
+        lookup_log=config.lookup_log,
         writer_max_concurrent=config.writer_max_concurrent,
         shutdown_s=config.evict_save_timeout_s,
     )
@@ -327,6 +349,26 @@ def _checked(name: str, check: Check, value: object) -> Any:
         raise InvalidOption(
             f"load_model: {name}={value!r}: expected {why}", detail={"key": name, "value": value}
         ) from None
+
+
+def _told(facts: BackendFacts, file: str) -> dict[str, Any]:
+    """What cache files say, to people and tools, about where their KV comes from."""
+    build = facts.details.get("build")
+    return {
+        "model": Path(file).name,
+        "quantisation": facts.quant_tag,
+        "memory": facts.memory_kind.value,
+        "host": platform.node(),
+        "erllama": _version(),
+        "llama_cpp": "" if build is None else build.llama_version,
+    }
+
+
+def _version() -> str:
+    try:
+        return metadata.version("erllama")
+    except metadata.PackageNotFoundError:
+        return ""  # run from its sources
 
 
 def _unknown_argument(name: str) -> UnknownOption:

@@ -230,7 +230,10 @@ class Model(ChatCalls):
     ) -> AsyncIterator[EventStream]:
         handle = self._live()
         options = await self._constrained(options)
-        ids = await self._prompt_ids(tail, add_special=False) if len(tail) else []
+        if isinstance(tail, str):
+            ids = await self._prompt_ids(tail, add_special=False) if tail else []
+        else:
+            ids = _token_ids(tail)
         thinking = self._thinking if options.thinking else None
 
         def prompt() -> list[int]:
@@ -333,6 +336,8 @@ class Model(ChatCalls):
         `add_special` adds the tokens that the model wants around a prompt; `parse_special` reads control
         tokens written out in `text` as such. Raises: `InvalidContent`.
         """
+        if not isinstance(text, str):
+            raise InvalidContent(f"tokenize takes text (str), not {type(text).__name__}")
         tokenize = self._live().optional("tokenize")
         try:
             tokens: list[int] = tokenize(text, add_special=add_special, parse_special=parse_special)

@@ -70,7 +70,7 @@ ENFORCED: dict[str, dict[str, Any]] = {
     "pattern word": {"type": "string", "pattern": r"^\w+\s\W$"},
     "pattern open": {"type": "string", "pattern": "b"},
     "pattern begin": {"type": "string", "pattern": "^ab"},
-    "pattern end": {"type": "string", "pattern": "ab$"},
+    "pattern end": {"type": "string", "pattern": "[ab]$"},
     "pattern alternatives": {"type": "string", "pattern": "^(red|green|blue)$"},
     "pattern half anchored": {"type": "string", "pattern": "^a|b$"},
     "pattern dot": {"type": "string", "pattern": "^.{1,3}$"},

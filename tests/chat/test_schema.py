@@ -18,7 +18,7 @@ from erllama.chat.schema import canonical_schema
 from erllama.errors import InvalidGrammar
 
 LIKED = {'"': 4.0, "}": 4.0, "]": 4.0, "a": 3.0, "b": 3.0}  # answers end before long
-MAX_TOKENS = 3000
+MAX_TOKENS = 500
 
 
 @pytest.fixture(scope="module")

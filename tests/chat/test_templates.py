@@ -85,6 +85,15 @@ def test_a_plain_conversation(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_content_in_parts(name):
+    """A list of text parts renders: all of them, in order."""
+    render, _ = renderer(name)
+    parts = [{"type": "text", "text": text} for text in ("alpha", "beta")]
+    prompt = render.render([{"role": "user", "content": parts}], ChatOptions()).prompt
+    assert 0 <= prompt.rindex("alpha") < prompt.rindex("beta")
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_dialogue_with_two_tools(name):
     """C16: earlier calls, their arguments and their results are in the prompt, in order."""
     render, _ = renderer(name)
@@ -153,7 +162,7 @@ def test_a_cut_answer_makes_up_no_call(name, message):
     applied, text = written(templates(name), message)
     params = ChatParams(prompt="", prompt_ids=[], applied=applied, tool_names=("get_weather", "get_time"))
     wanted = [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]]
-    for end in range(0, len(text), 3):
+    for end in range(0, len(text), 7):
         with Answer(params) as answer:
             answer.feed(text[:end])
             _, read = answer.finish(complete=False)

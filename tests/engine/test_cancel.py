@@ -130,9 +130,9 @@ async def test_cancelled_at_every_checkpoint(autojump_clock, mode: str):
 
         async def attempt() -> None:
             if mode == "complete":
-                await bench.complete(LONG, max_tokens=6)
+                await bench.complete(LONG, max_tokens=9)
             else:
-                async with bench.stream(LONG, max_tokens=6) as events:
+                async with bench.stream(LONG, max_tokens=9) as events:
                     async for _ in events:
                         await trio.lowlevel.checkpoint()
 

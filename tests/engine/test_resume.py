@@ -10,6 +10,7 @@ import trio.testing
 
 from erllama.backend import MemoryKind, Step, StepResult, StepStatus
 from erllama.errors import DecodeFailed, NativeError
+from erllama.kvcache.store import KvStore
 from erllama.testing import cancel_at_every_checkpoint
 from erllama.types import PartKind
 
@@ -273,7 +274,7 @@ async def test_cancelled_at_every_checkpoint_nothing_is_left(prompt: list[int]) 
 
         async def attempt() -> None:
             bench.forget_live()
-            await bench.complete(prompt, **GREEDY)
+            await bench.complete(prompt, **{**GREEDY, "max_tokens": 12})
 
         async def check() -> None:
             await trio.testing.wait_all_tasks_blocked()
@@ -345,6 +346,29 @@ async def test_saves_go_on_behind_what_was_restored_beyond_live_cells(autojump_c
         await bench.saved()
         assert (answer.stats.n_cached, answer.cache_delta.created) == (70, 7)
         assert (40, 8) not in bench.nodes()
+
+
+@pytest.mark.parametrize(("delay_s", "n_computed"), [(0.5, 0), (5.0, 69)])
+async def test_a_restore_waits_for_the_saves_that_hold_its_cells(
+    autojump_clock, monkeypatch: pytest.MonkeyPatch, delay_s: float, n_computed: int
+) -> None:
+    """Where half a restore is worth nothing, all its cells must be free soon; else it is computed."""
+    async with warm(Watched(memory_kind=MemoryKind.HYBRID, n_cells=130, n_ctx=130, n_slots=2)) as bench:
+        await stored(bench)
+        save = KvStore.save
+
+        async def slowly(store: KvStore, *args: object, **options: object) -> object:
+            await trio.sleep(delay_s)
+            return await save(store, *args, **options)
+
+        monkeypatch.setattr(KvStore, "save", slowly)
+        await bench.complete([91 - t for t in PROMPT], max_tokens=1)
+        before = bench.n_computed
+        answer = await bench.complete(PROMPT, **GREEDY)
+        assert bench.n_computed - before == n_computed
+        assert await is_right(PROMPT, answer)
+        monkeypatch.undo()
+        await bench.saved()
 
 
 @pytest.mark.parametrize("kind", [MemoryKind.HYBRID, MemoryKind.RECURRENT])

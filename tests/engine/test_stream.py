@@ -6,7 +6,7 @@ import pytest
 import trio
 import trio.testing
 
-from erllama.engine.stream import EVENTS_PER_STEP, EventBuffer
+from erllama.engine.stream import EVENTS_AT_ONCE, EVENTS_PER_STEP, EventBuffer
 from erllama.errors import DecodeTimeout, EngineReset
 from erllama.testing import cancel_at_every_checkpoint
 from erllama.types import Request, TokenId
@@ -114,18 +114,26 @@ async def test_cancelled_reads_lose_nothing():
     got: list[int] = []
     put = 0
 
-    async def read_three() -> None:
+    async def produce() -> None:
         nonlocal put
-        for _ in range(3):
-            b.put_nowait(event(put))
-            put += 1
-            got.append((await b.receive()).id)
+        while True:
+            if not len(b):
+                b.put_nowait(event(put), event(put + 1))
+                put += 2
+            await trio.lowlevel.checkpoint()
+
+    async def read_six() -> None:
+        for _ in range(6):
+            got.append((await b.receive()).id)  # noqa: PERF401  # those before a cancelled read must be there
 
     async def nothing_lost() -> None:
         assert got == list(range(len(got)))
         assert len(got) + len(b) == put
 
-    assert await cancel_at_every_checkpoint(read_three, nothing_lost) >= 3
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(produce)
+        assert await cancel_at_every_checkpoint(read_six, nothing_lost) >= 3
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_cancelled_waiting_read_leaves_the_event_that_comes_later():
@@ -137,9 +145,83 @@ async def test_a_cancelled_waiting_read_leaves_the_event_that_comes_later():
     assert (await b.receive()).id == 1
 
 
-async def test_receive_is_a_checkpoint_even_when_events_wait():
-    """A reader in a loop lets others run."""
+async def test_a_reader_that_always_finds_something_lets_others_run():
+    """What lies in the buffer is read in one go, but nobody waits for a reader that never waits."""
+    b, _ = buffer(1000)
+    n_turns = 0
+
+    async def other() -> None:
+        nonlocal n_turns
+        while True:
+            await trio.lowlevel.checkpoint()
+            n_turns += 1
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(other)
+        for i in range(20 * EVENTS_AT_ONCE):
+            b.put_nowait(event(i))
+            assert (await b.receive()).id == i
+        assert 14 <= n_turns <= 20
+        nursery.cancel_scope.cancel()
+
+
+async def test_asking_on_and_on_for_the_end_lets_others_run():
+    """Nor for one that asks again and again for events that will not come."""
     b, _ = buffer()
-    b.put_nowait(event(1))
-    with trio.testing.assert_checkpoints():
+    b.end()
+    n_asked = 0
+    with trio.move_on_after(0.02):
+        while True:
+            with pytest.raises(trio.EndOfChannel):
+                await b.receive()
+            n_asked += 1
+    assert n_asked >= EVENTS_AT_ONCE
+
+
+async def test_every_read_notices_a_cancellation():
+    """Although most are no turn of the scheduler."""
+    b, _ = buffer(100)
+    b.put_nowait(*map(event, range(9)))
+    for n in range(3):
+        assert (await b.receive()).id == n
+    with trio.CancelScope() as scope:
+        scope.cancel()
         await b.receive()
+    assert scope.cancelled_caught
+    assert len(b) == 6
+
+
+class Turns(trio.abc.Instrument):
+    """Counts how often the scheduler ran a task."""
+
+    def __init__(self) -> None:
+        self.n = 0
+        self.task: trio.lowlevel.Task | None = None
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        """Called by trio."""
+        self.n += task is self.task
+
+
+async def test_a_step_costs_its_reader_one_turn():
+    """A reader that waits is woken once for all events of a step."""
+    b, _ = buffer(100)
+    turns, n_read = Turns(), 0
+
+    async def reader() -> None:
+        nonlocal n_read
+        turns.task = trio.lowlevel.current_task()
+        while True:
+            await b.receive()
+            n_read += 1
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(reader)
+        await trio.testing.wait_all_tasks_blocked()
+        trio.lowlevel.add_instrument(turns)
+        for step in range(1, 31):
+            b.put_nowait(event(step), event(step))
+            await trio.testing.wait_all_tasks_blocked()
+            assert (n_read, turns.n) == (2 * step, step)
+        trio.lowlevel.remove_instrument(turns)
+        nursery.cancel_scope.cancel()

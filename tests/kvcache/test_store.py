@@ -140,6 +140,7 @@ async def test_a_payload_larger_than_the_budget_is_refused() -> None:
         await b.save_path(range(4))
         assert b.store.buffer_nowait(1 << 20) is None
         assert await b.store.buffer(1 << 20) is None
+        assert b.store.statistics().refusals["too_large"] == 2
         assert await b.read(range(4)) == 4
 
 

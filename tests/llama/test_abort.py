@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from erllama.errors import InvalidBatch
 from erllama.llama import Batch
 
 from .support import feed, off_by, prompt, step
@@ -118,3 +119,32 @@ def test_neighbour_survives_an_abort(tiny: Callable[[str], Model], open_context:
     context.abort.clear()
     assert context.memory.pos_max(0) == -1
     assert off_by(step(context, 5, 40, seq_id=1), step(reference, 5, 40, seq_id=1)) == 0
+
+
+def test_a_deadline_may_be_armed_by_the_decode_itself(
+    tiny: Callable[[str], Model], open_context: OpenContext
+) -> None:
+    """`arm_next` takes effect with the next decode, and only with that one's beginning."""
+    context = open_context(tiny("dense"))
+    batch = Batch(4, 3)
+    batch.add(0, [1, 2], 0)
+    context.abort.arm_next(0.0)
+    assert context.abort.fields.deadline_ns == 0
+    assert context.decode(batch) == 2
+    assert context.abort.cause == "deadline"
+    assert context.abort.is_raised
+    context.abort.clear()
+    assert not context.abort.is_raised
+    context.memory.rm(0)
+    assert context.decode(batch) == 0  # asked for once
+    context.abort.arm(0.0)
+    context.abort.arm_next(None)
+    batch.clear()
+    batch.add(0, [3], 2)
+    assert context.decode(batch) == 0
+    context.abort.arm_next(0.0)
+    with pytest.raises(InvalidBatch):
+        context.decode(batch)  # refused before anything is armed
+    batch.clear()
+    batch.add(0, [3], 3)
+    assert context.decode(batch) == 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -89,3 +92,44 @@ def test_positions_beyond_32_bits(pos: int) -> None:
         batch.add(0, [1, 2, 3], pos)
     assert batch.n_tokens == 0
     batch.add(0, [1, 2, 3], 2**31 - 5)
+
+
+def test_fill_makes_the_rows_that_add_makes() -> None:
+    """Any single rows at once are the same batch as one after the other, whatever lay there before."""
+    rng = random.Random(1)
+    for _ in range(200):
+        one, other = Batch(16, 20), Batch(16, 20)
+        for batch in (one, other):
+            batch.add(3, [7] * rng.randint(1, 16), 5, output="none")
+        n = rng.randint(1, 16)
+        rows = [(rng.randrange(20), rng.randrange(50_000), rng.randrange(2**31 - 1)) for _ in range(n)]
+        other.clear()
+        indexes = [other.add(seq_id, [token], pos) for seq_id, token, pos in rows]
+        one.fill(*(list(column) for column in zip(*rows, strict=True)))
+        assert _rows(one) == _rows(other)
+        assert (one.n_tokens, one.n_outputs) == (n, n)
+        assert indexes == list(range(n))
+
+
+@pytest.mark.parametrize(
+    ("columns", "error"),
+    [
+        (([], [], []), BatchOverflow),
+        (([0] * 5, [1] * 5, [0] * 5), BatchOverflow),
+        (([3], [1], [0]), InvalidBatch),
+        (([-1], [1], [0]), InvalidBatch),
+        (([0, 1], [1, 2], [0]), InvalidBatch),
+        (([0], [1], [2**31 - 1]), InvalidBatch),
+        (([0], [2**31], [0]), InvalidBatch),
+        (([0], [2**70], [0]), InvalidBatch),
+        (([0], [1.5], [0]), InvalidBatch),
+        (([0], ["a"], [0]), InvalidBatch),
+    ],
+)
+def test_fill_refuses_what_add_refuses(columns: tuple[Any, Any, Any], error: type[Exception]) -> None:
+    """Nothing reaches llama.cpp, and the batch is empty."""
+    batch = Batch(4, 3)
+    batch.add(0, [1], 0)
+    with pytest.raises(error):
+        batch.fill(*columns)
+    assert (batch.n_tokens, batch.n_outputs, batch.native.n_tokens) == (0, 0, 0)

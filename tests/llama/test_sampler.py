@@ -472,3 +472,25 @@ def test_grammar_is_asked_about_one_token_only(
         return best
 
     assert cost() * 3 < cost(grammar_first=True)
+
+
+@pytest.mark.parametrize("grammar_first", [False, True])
+def test_a_forced_token_that_the_grammar_forbids(
+    dense: Model, context: Context, chain: Callable[..., SamplerChain], grammar_first: bool
+) -> None:
+    """An infinite bias makes NaN of it: were it accepted, an end token would abort the process."""
+    with context.handle as native:
+        logits = context.lib.get_logits_ith(native, 19)
+    for token in (0, dense.vocab.eos):
+        before = logits[token]
+        logits[token] = 1e9
+        greedy = chain(
+            temperature=0, grammar=DIGITS, grammar_first=grammar_first, logit_bias={token: math.inf}
+        )
+        try:
+            drawn = greedy.sample(context, 19)
+        except InvalidGrammar:
+            continue
+        finally:
+            logits[token] = before
+        assert dense.vocab.piece(drawn).isdigit()

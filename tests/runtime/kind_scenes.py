@@ -42,15 +42,15 @@ def bits(answer: erllama.Completion) -> list[tuple[int, float, tuple[tuple[int, 
     return [(one.token, one.logprob, one.top) for one in answer.logprobs]
 
 
-def agree(answer: erllama.Completion, expected: erllama.Completion) -> bool:
+def agree(answer: erllama.Completion, expected: erllama.Completion, *, moved: float = MOST_MOVED) -> bool:
     """Whether the ids are equal, up to where the two best are so close that neighbours in memory decide."""
     assert answer.logprobs is not None
     assert expected.logprobs is not None
     for ours, theirs in zip(answer.logprobs, expected.logprobs, strict=True):
         if ours.token != theirs.token:
             (_, best), (second, next_best), *_ = theirs.top
-            return ours.token == second and best - next_best < TIE
-        if abs(ours.logprob - theirs.logprob) > MOST_MOVED:
+            return ours.token == second and best - next_best < max(TIE, moved - MOST_MOVED)
+        if abs(ours.logprob - theirs.logprob) > moved:
             return False
     return True
 

@@ -12,6 +12,8 @@ import trio
 import erllama
 from erllama import ContextOptions, DecodeFailed, DiskTier, InvalidOption, NotLoaded, SavePolicy
 from erllama.backend import StepResult, StepStatus
+from erllama.kvcache.files import Files
+from erllama.kvcache.read import read_head
 from erllama.kvcache.store import KvStore
 from erllama.testing import FakeBackend
 
@@ -409,3 +411,63 @@ async def test_eight_at_once_explain_what_they_did_not_share():
                 nursery.start_soon(ask, i)
         reasons = [(m.reason, m.index) for m in misses]
         assert sorted(reasons) == [("differs_at", 200)] * 3 + [("nothing_stored", 0)]
+
+
+async def test_cache_files_say_where_they_come_from(tmp_path: Path):
+    """K12: model, quantisation, kind of memory, host and versions, for people and tools."""
+    async with erllama.open_engine(tiers=[DiskTier("kv", str(tmp_path))]) as engine:
+        policy = SavePolicy(min_tokens=1, cold_min_tokens=1)
+        model = await engine.load_model(backend=FakeBackend(), model_id="mine", policy=policy, tier="kv")
+        await model.complete("hello", max_tokens=2)
+        await model.complete("hello" * 60, max_tokens=2, exact="cold")
+        await engine.cache.flush()
+    files = list(tmp_path.rglob("*.kvc"))  # noqa: ASYNC240  # nothing else runs
+    told = [read_head(Files(), str(file))[1].facts for file in files]
+    assert told
+    for facts in told:
+        assert facts["model"] == "mine"
+        assert facts["memory"] == "dense"
+        assert facts["erllama"] == erllama.__version__
+        assert facts["host"]
+
+
+async def test_a_file_tier_that_nobody_uses_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """The default keeps a model in RAM only; with a file tier beside it that is rarely meant."""
+    async with erllama.open_engine(tiers=[DiskTier("kv", str(tmp_path))]) as engine:
+        await engine.load_model(backend=FakeBackend(), model_id="used", tier="kv")
+        assert not caplog.records
+        await engine.load_model(backend=FakeBackend(), model_id="unused")
+    assert "tier='kv'" in caplog.text
+
+
+async def test_what_ram_has_no_room_for_spills_and_lookups_are_logged(tmp_path: Path):
+    """`ram_spill` and `lookup_log` of an engine are those of its store."""
+    log = tmp_path / "lookups"
+    options = {"ram_max_bytes": 1 << 20, "ram_spill": "kv", "lookup_log": str(log)}
+    async with erllama.open_engine(tiers=[DiskTier("kv", str(tmp_path / "kv"))], **options) as engine:
+        model = await engine.load_model(backend=FakeBackend(), policy=POLICY)
+        for i in range(40):
+            await model.complete([i + 1] * 400, **GREEDY)
+            await engine.cache.flush()
+        assert {tier.name: tier.used_bytes for tier in engine.cache.list_tiers()}["kv"] > 0
+    assert log.stat().st_size > 0  # nothing else runs
+
+
+@pytest.mark.parametrize("text", [5, None, b"x"])
+async def test_what_is_no_text_is_said(text: object):
+    """A typed error, not whatever Python says deep inside."""
+    async with erllama.open_engine() as engine:
+        model = await engine.load_model(backend=FakeBackend())
+        with pytest.raises(erllama.InvalidContent):
+            model.tokenize(text)
+        with pytest.raises(erllama.InvalidContent):
+            await model.continue_(text, session_id="s")
+
+
+async def test_a_policy_is_a_policy():
+    """Before the model is loaded."""
+    async with erllama.open_engine() as engine:
+        backend = FakeBackend()
+        with pytest.raises(InvalidOption, match="policy"):
+            await engine.load_model(backend=backend, policy={"min_tokens": 1})
+        assert backend.n_opened == 0

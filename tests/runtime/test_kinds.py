@@ -141,7 +141,9 @@ class Journey:
             nursery.start_soon(ask, 0)
             nursery.start_soon(ask, 1)
         n = self.scene.n_prefilled - before
-        assert all(agree(answers[i], one) for i, one in enumerate(expected))
+        # Two prompts in one batch move gemma's Q4_K by 0.15 without any cache.
+        moved = 0.5 if "window" in self.layout else 0.2
+        assert all(agree(answers[i], one, moved=moved) for i, one in enumerate(expected))
         assert n <= len(head) + 2 * (len(self.tail) + BLOCK)
 
     async def interrupted(self) -> None:

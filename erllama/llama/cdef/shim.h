@@ -61,6 +61,20 @@ struct el_gguf_fault {
     char message[256];
 };
 
+/* A sampler as `sample_rows` takes it: what it is made of, the row to sample, and what came of it.
+   `is_greedy` and `top_k` only for chains that ask for nothing else before them but biases, which ascend. */
+struct el_row {
+    struct el_sampler *sampler;
+    struct llama_sampler *chain;
+    const llama_logit_bias *bias;
+    int32_t n_bias;
+    int32_t top_k;
+    bool is_greedy;
+    int32_t output;
+    int32_t token;
+    struct el_error error;
+};
+
 /* Test hook: throws bad_alloc for 1, runtime_error for 2, an int for 3. */
 void shim_test_throw(int32_t kind);
 
@@ -84,7 +98,11 @@ void shim_abort_raise(struct el_abort *state);
 void shim_abort_arm(struct el_abort *state, double seconds);
 void shim_abort_clear(struct el_abort *state);
 
+/* Check, arm (unless `seconds` is NaN) and decode; -1 with `fault->code` set if the batch was refused. */
+int32_t shim_decode_checked(struct llama_context *ctx, const struct llama_batch *batch, const struct el_batch_limits *limits, llama_memory_t mem, struct el_batch_fault *fault, struct el_abort *abort, double seconds);
 bool shim_batch_check(const struct llama_batch *batch, const struct el_batch_limits *limits, llama_memory_t mem, struct el_batch_fault *fault);
+
+void shim_sample_rows(struct llama_context *ctx, int32_t n_vocab, struct el_row **rows, int32_t n_rows);
 
 bool shim_grammar_check(const struct llama_vocab *vocab, const char *text, struct el_grammar_fault *fault);
 
