@@ -144,7 +144,7 @@ def test_a_second_signal_ends_at_once(smollm2_path):
         time.sleep(0.3)
         begun = time.monotonic()
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
+        assert process.wait(20) in (130, -signal.SIGINT)  # either way a shell says 130
         assert time.monotonic() - begun < 4
         client.join(10)
         assert ended
