@@ -50,8 +50,7 @@ def with_middleware(app: ASGIApp, service: Service) -> ASGIApp:
     settings = service.settings
     gate = Gate(
         app,
-        auth=settings.auth,
-        limits=settings.limits,
+        settings=settings,
         is_draining=lambda: service.is_draining,
     )
     cors = Cors(gate, table=settings.cors)

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from erllama.errors import AuthenticationFailed, BodyTooLarge, ErllamaError, RequestError, ShuttingDown
 
 from .failures import as_error, body_of, headers_of, status_of, surface_of
+from .host import is_meant
 from .record import KEY, Record, record_of
 from .reply import json_bytes
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from .metrics import Metrics
-    from .settings import AuthTable, CorsTable, LimitsTable
+    from .settings import CorsTable, Settings
 
 access = logging.getLogger("erllama.access")
 log = logging.getLogger("erllama.server")
@@ -159,10 +160,12 @@ class Gate:
     """Refuses what needs no route: wrong keys, bodies too large or slow, requests while the server ends."""
 
     def __init__(
-        self, app: ASGIApp, *, auth: AuthTable, limits: LimitsTable, is_draining: Callable[[], bool]
+        self, app: ASGIApp, *, settings: Settings, is_draining: Callable[[], bool]
     ) -> None:
         self._app = app
+        auth, limits = settings.auth, settings.limits
         self._keys = {"openai": auth.openai, "anthropic": auth.anthropic, "ollama": auth.ollama}
+        self._listen = settings.listen
         self._max = limits.max_request_body_bytes
         self._slow_s = limits.slow_client_s
         self._is_draining = is_draining
@@ -195,6 +198,10 @@ class Gate:
         await self._app(scope, receive_within_limits, send)
 
     def _refusal(self, scope: Scope, headers: Headers) -> ErllamaError | None:
+        if not is_meant(headers.get("host"), self._listen):
+            error = RequestError("this server answers to the names of this machine only (listen.hosts)")
+            error.http_status = 403
+            return error
         if scope["path"] in OPEN_PATHS:
             return None
         if self._is_draining():

@@ -316,6 +316,9 @@ def loader(engine: erllama.Engine, *, tier: str, policy: erllama.SavePolicy) -> 
     """How a pool loads models into an engine."""
 
     async def load(spec: Spec, progress: Progress) -> erllama.Model:
+        while (old := engine.whereis(spec.name)) is not None:  # it crashed, or is still being freed
+            await old.wait_closed()
+            await trio.lowlevel.checkpoint()
         file = await spec.find_file(progress)
         template = spec.table.chat_template_file
         text = None if template is None else await trio.Path(template).read_text(encoding="utf-8")

@@ -51,9 +51,10 @@ class ModelTable(_Table):
 
 
 class ListenTable(_Table):
-    """Where the server listens."""
+    """Where the server listens. `hosts`: names besides those of this machine that clients may use for it."""
 
     host: str = LOOPBACK
+    hosts: tuple[str, ...] = ()
     port: int = Field(default=8080, ge=0, le=65535)
 
 

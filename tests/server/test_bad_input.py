@@ -266,3 +266,19 @@ async def test_metrics_count_what_happened():
     assert value("erllama_active_answers", model="fake") == 0
     for kind in ("event_loop", "threads"):
         assert 0 <= value("erllama_busy_ratio", kind=kind) <= 1
+
+
+async def test_only_names_of_this_machine_are_answered():
+    """A page whose name leads to the loopback address is refused, unless the name is listed."""
+    async with serving(listen={"port": 0, "hosts": ["box.example"]}) as scene:
+        for host, status in (
+            ("localhost:8080", 200),
+            ("127.0.0.1", 200),
+            ("[::1]:99", 200),
+            ("box.example", 200),
+            ("evil.example:8080", 403),
+            ("127.0.0.1.evil.example", 403),
+            ("", 403),
+        ):
+            reply = await scene.client.get("/v1/models", headers={"host": host})
+            assert reply.status_code == status, host
