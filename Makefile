@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/.erllama-installed
 BUILD ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check build sources clean distclean
+.PHONY: help demo test asan check build sources clean distclean
 
 help:  ## this list
 	@echo "usage: make TARGET"
@@ -23,6 +23,9 @@ demo: build  ## build everything, then watch a real model answer
 
 test: build sources check  ## build everything, then run all checks and tests
 	$(PY) -X dev -W error -m pytest
+
+asan: build sources  ## run the tests of our C++ under AddressSanitizer (Linux, GCC)
+	$(PY) tools/asan.py
 
 check: build  ## lint, types and layers only
 	$(PY) tools/check.py

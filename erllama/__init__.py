@@ -8,14 +8,19 @@ and native code with the first model, so that `erllama --help` is there at once.
 TYPE_CHECKING = False  # as type checkers know it; importing it from typing would cost most of the import
 
 if TYPE_CHECKING:
+    from .chat.options import ChatOptions as ChatOptions
+    from .chat.prompt import ChatParams as ChatParams
     from .errors import AlreadyLoaded as AlreadyLoaded
+    from .errors import AuthenticationFailed as AuthenticationFailed
     from .errors import BatchOverflow as BatchOverflow
+    from .errors import BodyTooLarge as BodyTooLarge
     from .errors import ContextOverflow as ContextOverflow
     from .errors import DecodeAborted as DecodeAborted
     from .errors import DecodeFailed as DecodeFailed
     from .errors import DecodeTimeout as DecodeTimeout
     from .errors import EngineError as EngineError
     from .errors import EngineReset as EngineReset
+    from .errors import EngineUnresponsive as EngineUnresponsive
     from .errors import ErllamaError as ErllamaError
     from .errors import FetchFailed as FetchFailed
     from .errors import HandleClosed as HandleClosed
@@ -29,6 +34,7 @@ if TYPE_CHECKING:
     from .errors import MissingOption as MissingOption
     from .errors import ModelCrashed as ModelCrashed
     from .errors import ModelLoading as ModelLoading
+    from .errors import ModelNotFound as ModelNotFound
     from .errors import ModelWouldOom as ModelWouldOom
     from .errors import NativeError as NativeError
     from .errors import NativeLibraryError as NativeLibraryError
@@ -41,6 +47,7 @@ if TYPE_CHECKING:
     from .errors import QueueTimeout as QueueTimeout
     from .errors import RequestError as RequestError
     from .errors import SeqCapacity as SeqCapacity
+    from .errors import ShuttingDown as ShuttingDown
     from .errors import StickyBusy as StickyBusy
     from .errors import TranscriptMismatch as TranscriptMismatch
     from .errors import UnknownOption as UnknownOption
@@ -51,6 +58,7 @@ if TYPE_CHECKING:
     from .options import ContextOptions as ContextOptions
     from .options import EngineConfig as EngineConfig
     from .options import ModelOptions as ModelOptions
+    from .runtime.chat import ChatStatistics as ChatStatistics
     from .runtime.engine import Engine as Engine
     from .runtime.engine import open_engine as open_engine
     from .runtime.info import ModelInfo as ModelInfo
@@ -59,6 +67,7 @@ if TYPE_CHECKING:
     from .runtime.model import collect as collect
     from .types import CacheDelta as CacheDelta
     from .types import CacheHit as CacheHit
+    from .types import ChatMessage as ChatMessage
     from .types import Completion as Completion
     from .types import Done as Done
     from .types import Event as Event
@@ -67,22 +76,29 @@ if TYPE_CHECKING:
     from .types import Prefilled as Prefilled
     from .types import Request as Request
     from .types import Stats as Stats
+    from .types import Thinking as Thinking
+    from .types import ThinkingEnd as ThinkingEnd
     from .types import Token as Token
     from .types import TokenId as TokenId
     from .types import TokenLogprob as TokenLogprob
+    from .types import ToolCall as ToolCall
+    from .types import ToolCallDelta as ToolCallDelta
 
     __version__: str
 
 _MODULES = {
     "errors": (
         "AlreadyLoaded",
+        "AuthenticationFailed",
         "BatchOverflow",
+        "BodyTooLarge",
         "ContextOverflow",
         "DecodeAborted",
         "DecodeFailed",
         "DecodeTimeout",
         "EngineError",
         "EngineReset",
+        "EngineUnresponsive",
         "ErllamaError",
         "FetchFailed",
         "HandleClosed",
@@ -96,6 +112,7 @@ _MODULES = {
         "MissingOption",
         "ModelCrashed",
         "ModelLoading",
+        "ModelNotFound",
         "ModelWouldOom",
         "NativeError",
         "NativeLibraryError",
@@ -108,6 +125,7 @@ _MODULES = {
         "QueueTimeout",
         "RequestError",
         "SeqCapacity",
+        "ShuttingDown",
         "StickyBusy",
         "TranscriptMismatch",
         "UnknownOption",
@@ -126,6 +144,7 @@ _MODULES = {
     "types": (
         "CacheDelta",
         "CacheHit",
+        "ChatMessage",
         "Completion",
         "Done",
         "Event",
@@ -134,10 +153,17 @@ _MODULES = {
         "Prefilled",
         "Request",
         "Stats",
+        "Thinking",
+        "ThinkingEnd",
         "Token",
         "TokenId",
         "TokenLogprob",
+        "ToolCall",
+        "ToolCallDelta",
     ),
+    "chat.options": ("ChatOptions",),
+    "chat.prompt": ("ChatParams",),
+    "runtime.chat": ("ChatStatistics",),
     "runtime.engine": (
         "Engine",
         "open_engine",

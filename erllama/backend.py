@@ -5,7 +5,8 @@ every row that carries a sampler. `Backend` is the whole contract; only `open`, 
 `cut` are required, and what a backend lacks surfaces as `NotSupported` where a caller asks for it.
 
 Thread: every method runs on the model's own thread, one call at a time, except `abort`, `piece`,
-`is_eog`, `tokenize`, `detokenize` and `new_sampler`, which any thread may call at any time.
+`is_eog`, `tokenize`, `detokenize`, `new_sampler`, `chat_templates` and `special_texts`, which any thread may
+call at any time.
 """
 
 from __future__ import annotations
@@ -83,6 +84,37 @@ class BackendFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ThinkingSpan:
+    """How a thinking block begins and ends, in token ids; after `budget` tokens `forced` is sampled.
+
+    `forced` ends with one of the `ends`.
+    """
+
+    start: tuple[int, ...]
+    ends: tuple[tuple[int, ...], ...]
+    forced: tuple[int, ...]
+    budget: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guide:
+    """How a grammar and a thinking block fit into an answer whose beginning the prompt already has.
+
+    `prefill`: the tokens of that beginning; `covers_prefill` if the grammar describes them as well. A `lazy`
+    grammar begins where one of its triggers is generated, a pattern (ECMAScript) or a token, outside of
+    thinking blocks. `visible`: token ids and the text they show, that show none otherwise.
+    """
+
+    lazy: bool = False
+    trigger_patterns: tuple[str, ...] = ()
+    trigger_tokens: tuple[int, ...] = ()
+    prefill: tuple[int, ...] = ()
+    covers_prefill: bool = False
+    thinking: ThinkingSpan | None = None
+    visible: Mapping[int, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """A fully resolved sampler chain: nothing is left to a default."""
 
@@ -96,6 +128,7 @@ class SamplingParams:
     grammar_first: bool = False
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    guide: Guide = field(default_factory=Guide)
 
 
 class Sampler(Protocol):
@@ -261,6 +294,12 @@ class OptionalBackend(Backend, Protocol):
 
     def key_pieces(self, tokens: Sequence[int]) -> list[bytes]:
         """What identifies each token in a stored history: its text, or 0xFF and its id for control tokens."""
+
+    def chat_templates(self, text: str | None) -> Any:
+        """`erllama.llama.ChatTemplates` of the model, or of `text`; without it the backend cannot chat."""
+
+    def special_texts(self) -> list[tuple[int, str, bool]]:
+        """Id, text and whether it is a control token, of every token that is read out of text as one."""
 
     def longest_piece(self) -> int:
         """Bytes of the longest token: n bytes of text are at least n / that many tokens. May block."""

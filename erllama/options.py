@@ -68,6 +68,24 @@ def binary(value: object) -> bytes:
     return bytes(value)
 
 
+def mapping(value: object) -> Mapping[str, Any]:
+    """Any mapping with text as keys."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise Rejected("a mapping")
+    return value
+
+
+def two_strings(value: object) -> tuple[str, str]:
+    """Two different strings, none of them empty."""
+    wanted = "two different strings, none of them empty"
+    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
+        raise Rejected(wanted)
+    first, second = value
+    if not (isinstance(first, str) and isinstance(second, str) and first and second) or first == second:
+        raise Rejected(wanted)
+    return first, second
+
+
 def sequence(value: object) -> tuple[object, ...]:
     """Any sequence but text."""
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
@@ -170,6 +188,10 @@ class GenerationOptions:
     Sampling defaults are the GGUF's `general.sampling.*` where present, else temperature 0.8,
     top_k 40, top_p 0.95, min_p 0.05, repetition_penalty 1.0. `seed=None` draws one. Temperatures
     below 1e-6 are greedy, as 0 is.
+
+    `json_schema`: the answer is JSON that satisfies it; `grammar`: the answer is of this GBNF grammar. With
+    `thinking`, text between the model's `thinking_markers` arrives as `Thinking` events and is not in the
+    reply; `thinking_budget_tokens` (above 0) limits them.
     """
 
     ELSEWHERE: ClassVar[Mapping[str, str]] = {
@@ -193,6 +215,9 @@ class GenerationOptions:
     seed: int | None = option(default=None, check=optional(integer(0, 2**32 - 2)))
     grammar: str | None = option(default=None, check=optional(string))
     grammar_first: bool = option(default=False, check=boolean)
+    json_schema: Mapping[str, Any] | None = option(default=None, check=optional(mapping))
+    thinking: bool = option(default=False, check=boolean)
+    thinking_budget_tokens: int | None = option(default=None, check=optional(integer(-INT32_MAX, INT32_MAX)))
     stop: str | Sequence[str] = option(default=(), check=stop_strings)
     logit_bias: Mapping[int, float] | None = option(default=None, check=optional(logit_biases))
     logprobs: int | None = option(default=None, check=optional(integer(0, 100)))
@@ -203,6 +228,14 @@ class GenerationOptions:
     prefix_checkpoint_len: int | None = option(default=None, check=optional(integer(1)))
     exact: Literal["session", "cold"] | None = option(default=None, check=optional(choice("session", "cold")))
 
+    def check_together(self) -> None:
+        """Refuse two constraints at once."""
+        if self.grammar is not None and self.json_schema is not None:
+            raise InvalidOption(
+                "GenerationOptions: give grammar or json_schema, not both",
+                detail={"key": "grammar", "value": self.grammar},
+            )
+
 
 @options
 class EngineConfig:
@@ -210,12 +243,18 @@ class EngineConfig:
 
     `stream_buffer_events`: how many events wait for a slow reader before its sequence skips steps.
     `tiers`: where KV is kept besides RAM (`DiskTier`, `RamFileTier`). `ram_max_bytes`: budget of the RAM
-    tier. `writer_max_concurrent`: saves written at once. `evict_save_timeout_s`: how long an unload waits
-    for what is still to be saved.
+    tier. `ram_spill`: the tier that gets what RAM has no room for. `lookup_log`: a file for `kvc sim`.
+    `writer_max_concurrent`: saves written at once. `evict_save_timeout_s`: how long an unload waits for what
+    is still to be saved. `chat_cache_size`: parsed chat templates kept, one a model.
+    `thinking_signing_key`: signs the end of thinking blocks.
     """
 
     stream_buffer_events: int = option(default=256, check=integer(4))
     tiers: Sequence[Any] = option(default=(), check=sequence)
     ram_max_bytes: int = option(default=1 << 30, check=integer(0))
+    ram_spill: str | None = option(default=None, check=optional(string))
+    lookup_log: str | None = option(default=None, check=optional(string))
     writer_max_concurrent: int = option(default=2, check=integer(1, 64))
     evict_save_timeout_s: float = option(default=30.0, check=number(0))
+    chat_cache_size: int = option(default=8, check=integer(1, 4096))
+    thinking_signing_key: bytes | None = option(default=None, check=optional(binary))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 HitKind = Literal["exact", "partial", "cold", "sticky", "continuation"]
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -153,11 +153,50 @@ class Prefilled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """One call of a tool. `arguments_json` is its arguments as generated; `arguments` the same, decoded.
+
+    While it is being generated `arguments` is empty and `arguments_json` a beginning.
+    """
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+    arguments_json: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatMessage:
+    """A message, as `chat` answers it and as it may stand in the next request's messages.
+
+    `reasoning_content` is None where the model wrote none.
+    """
+
+    role: str
+    content: str = ""
+    reasoning_content: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The shape OpenAI gave messages, arguments as JSON text."""
+        made: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.reasoning_content is not None:
+            made["reasoning_content"] = self.reasoning_content
+        if self.tool_calls:
+            made["tool_calls"] = [
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments_json}}
+                for c in self.tool_calls
+            ]
+        return made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """The outcome of one request.
 
     `generated` holds every sampled id, end-of-generation included; `context_tokens` is the prompt
-    followed by it, and `committed_tokens` its length. `reply` ends before a matched stop string.
+    followed by it, and `committed_tokens` its length. `reply` ends before a matched stop string. Only answers
+    of `chat` have a `message`; its content is their `reply`.
     """
 
     reply: str
@@ -174,6 +213,7 @@ class Completion:
     cache_delta: CacheDelta = field(default_factory=CacheDelta)
     miss: Miss | None = None
     stats: Stats = field(default_factory=Stats)
+    message: ChatMessage | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -204,6 +244,35 @@ class TokenId:
 
 
 @dataclass(frozen=True, slots=True)
+class Thinking:
+    """A piece of what the model thinks before it answers."""
+
+    text: str
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingEnd:
+    """A thinking block is over. `signature`: HMAC-SHA256 of its text, b"" where no signing key is set."""
+
+    signature: bytes
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A piece of a tool call. The first of each `index` has `id` and `name` and no arguments; the others are
+    None and have more of the arguments' JSON text.
+    """
+
+    index: int
+    id: str | None
+    name: str | None
+    arguments: str
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """The last event of a stream."""
 
@@ -211,4 +280,4 @@ class Done:
     request: Request
 
 
-Event = Token | TokenId | Done
+Event = Token | TokenId | Thinking | ThinkingEnd | ToolCallDelta | Done

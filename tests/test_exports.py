@@ -17,9 +17,13 @@ PUBLIC = {
     "CacheDelta", "CacheHit", "Completion", "Done", "Event", "Exactness", "Miss",
     "Prefilled", "Request", "Stats", "Token",
     "TokenId", "TokenLogprob",
+    # chat
+    "ChatMessage", "ChatOptions", "ChatParams", "ChatStatistics", "Thinking", "ThinkingEnd", "ToolCall",
+    "ToolCallDelta",
     # errors
     "ErllamaError", "RequestError", "Overloaded", "EngineError",
-    "AlreadyLoaded", "BatchOverflow", "ContextOverflow", "DecodeAborted", "DecodeFailed", "DecodeTimeout",
+    "AlreadyLoaded", "AuthenticationFailed", "BatchOverflow", "BodyTooLarge", "EngineUnresponsive",
+    "ModelNotFound", "ShuttingDown", "ContextOverflow", "DecodeAborted", "DecodeFailed", "DecodeTimeout",
     "EngineReset", "FetchFailed", "HandleClosed", "InvalidConfig", "InvalidContent", "InvalidGrammar",
     "InvalidOption", "LoadFailed", "MalformedGguf", "MissingConfig", "MissingOption", "ModelCrashed",
     "ModelLoading", "ModelWouldOom", "NativeError", "NativeLibraryError", "NoLogits", "NoSession",

@@ -66,6 +66,9 @@ FIELDS = [
     (GenerationOptions, "seed", [None, 0, 2**32 - 2], [-1, 2**32 - 1, 1.0, True]),
     (GenerationOptions, "grammar", [None, "root ::= x"], [b"root", 1]),
     (GenerationOptions, "grammar_first", [True, False], [None, 1]),
+    (GenerationOptions, "json_schema", [None, {}, {"type": "object"}], ["{}", [], True, {1: 2}]),
+    (GenerationOptions, "thinking", [True, False], [None, 1, "yes"]),
+    (GenerationOptions, "thinking_budget_tokens", [None, -1, 0, 5], [1.5, "5", True]),
     (
         GenerationOptions,
         "stop",
@@ -97,8 +100,12 @@ FIELDS = [
     (GenerationOptions, "prefix_checkpoint_len", [None, 1, 600], [0, -1, True, 1.5]),
     (GenerationOptions, "exact", [None, "session", "cold"], ["", "warm", True, 1]),
     (EngineConfig, "stream_buffer_events", [4, 256], [3, 0, None, INF]),
+    (EngineConfig, "chat_cache_size", [1, 4096], [0, 4097, None, True]),
+    (EngineConfig, "thinking_signing_key", [None, b"", b"k"], ["k", 3]),
     (EngineConfig, "tiers", [(), []], ["disk", b"disk", 1, None]),
     (EngineConfig, "ram_max_bytes", [0, 1 << 40], [-1, None, 1.5]),
+    (EngineConfig, "ram_spill", [None, "kv"], [1, b"kv"]),
+    (EngineConfig, "lookup_log", [None, "kv.log"], [1, True]),
     (EngineConfig, "writer_max_concurrent", [1, 64], [0, 65, None]),
     (EngineConfig, "evict_save_timeout_s", [0, 30.0], [-1, None, INF]),
 ]
@@ -155,7 +162,7 @@ def test_a_typo_names_the_nearest(cls: type, typo: str, nearest: str):
 
 def test_a_name_near_nothing_lists_all():
     """Where nothing is near, the known options are listed."""
-    with pytest.raises(UnknownOption, match="known options: evict_save_timeout_s, ram_max_bytes") as caught:
+    with pytest.raises(UnknownOption, match="known options: chat_cache_size, evict_save_timeout_s") as caught:
         EngineConfig(xyzzy=1)
     assert caught.value.detail == {"key": "xyzzy", "nearest": None}
 
@@ -231,6 +238,9 @@ DEFAULTS = {
         "seed": None,
         "grammar": None,
         "grammar_first": False,
+        "json_schema": None,
+        "thinking": False,
+        "thinking_budget_tokens": None,
         "stop": (),
         "logit_bias": None,
         "logprobs": None,
@@ -245,8 +255,12 @@ DEFAULTS = {
         "stream_buffer_events": 256,
         "tiers": (),
         "ram_max_bytes": 1 << 30,
+        "ram_spill": None,
+        "lookup_log": None,
         "writer_max_concurrent": 2,
         "evict_save_timeout_s": 30.0,
+        "chat_cache_size": 8,
+        "thinking_signing_key": None,
     },
 }
 

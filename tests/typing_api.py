@@ -10,6 +10,9 @@ from typing import assert_type
 import erllama
 from erllama import (
     CacheHit,
+    ChatMessage,
+    ChatParams,
+    ChatStatistics,
     Completion,
     ContextOptions,
     Done,
@@ -21,8 +24,11 @@ from erllama import (
     Prefilled,
     RequestInfo,
     Stats,
+    Thinking,
     Token,
     TokenId,
+    ToolCall,
+    ToolCallDelta,
 )
 
 
@@ -107,3 +113,31 @@ async def mistakes(model: Model) -> None:
     await model.continue_("x", session_id=1, parent_key=b"")  # type: ignore[call-arg]
     ContextOptions(flash_attn="maybe")  # type: ignore[arg-type]
     ModelOptions(n_gpu_layer=1)  # type: ignore[call-arg]
+
+
+async def chatting(model: Model) -> None:
+    """Messages in, a message out; halves; events."""
+    answer = await model.chat(
+        [{"role": "user", "content": "Hi"}], tools=[{"type": "function"}], json_schema={}, temperature=0.0
+    )
+    assert_type(answer.message, ChatMessage | None)
+    assert answer.message is not None
+    assert_type(answer.message.tool_calls, tuple[ToolCall, ...])
+    await model.chat([answer.message, {"role": "user", "content": "And?"}], reasoning="off", session_id="s")
+    params = await model.chat_apply([{"role": "user", "content": "Hi"}])
+    assert_type(params, ChatParams)
+    assert_type(params.prompt_ids, list[int])
+    assert_type(await model.chat_parse(params, "text", partial=True), ChatMessage)
+    assert_type(await model.render_chat_template([{"role": "user", "content": "Hi"}]), list[int])
+    assert_type(await model.warm([{"role": "user", "content": "Hi"}]), Prefilled)
+    assert_type(model.chat_statistics(), ChatStatistics)
+    async with model.chat_stream([{"role": "user", "content": "Hi"}], thinking_budget_tokens=8) as events:
+        async for event in events:
+            match event:
+                case Thinking(text=text):
+                    assert_type(text, str)
+                case ToolCallDelta(index=index, arguments=arguments):
+                    assert_type(index, int)
+                    assert_type(arguments, str)
+                case _:
+                    pass

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from erllama import errors, options
+from erllama.chat.options import ChatOptions
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "reference"
 BEGIN, END = "<!-- {}: written by tools/reference.py -->", "<!-- end of {} -->"
@@ -59,6 +60,9 @@ MEANINGS: dict[type, dict[str, str]] = {
         "repetition_penalty": "above 1 avoids tokens that were there before; None: the model's own, else 1.0",
         "seed": "the same seed draws the same way; None: one is drawn, and `Completion.seed` tells it",
         "grammar": "GBNF text; the answer can only be what it allows",
+        "json_schema": "a JSON schema that the answer satisfies",
+        "thinking": "tell text between the model's `thinking_markers` apart; chats have `reasoning`",
+        "thinking_budget_tokens": "thinking tokens before the block is ended; 0 or less: no limit",
         "grammar_first": "apply the grammar before the other samplers: slower, and no likely token is lost",
         "stop": "texts before which the answer ends",
         "logit_bias": "token id → number added to its logit; `-math.inf` forbids it",
@@ -74,12 +78,25 @@ MEANINGS: dict[type, dict[str, str]] = {
         "exact": '`"session"`: as if nothing had ever been dropped; `"cold"`: bit for bit the answer of a '
         "fresh context, computed alone; None: what `load_model` was told",
     },
+    ChatOptions: {
+        "tools": "what the model may call, in the shape OpenAI gave tools",
+        "tool_choice": "`auto`, `none`, `required`, or the one that must be called",
+        "parallel_tool_calls": "whether one answer may have several calls, where the template can",
+        "response_format": "`text`, `json_object` or `json_schema`, in the shape OpenAI gave it",
+        "reasoning": "`auto`: told apart; `off`: asked not to; `inline`: left in the content",
+        "template_kwargs": "variables of the template",
+        "add_generation_prompt": "end the prompt where the answer begins; `chat` always does",
+    },
     options.EngineConfig: {
         "stream_buffer_events": "events that wait for a slow reader before its request pauses",
         "tiers": "where KV is kept besides RAM: `DiskTier`, `RamFileTier`",
         "ram_max_bytes": "budget of the RAM tier, index included",
+        "ram_spill": "name of the tier that gets what the RAM tier has no room for; None: it is dropped",
+        "lookup_log": "a file that `kvc sim` replays under other budgets; it holds prompts",
         "writer_max_concurrent": "saves written to files at once",
         "evict_save_timeout_s": "seconds an unload waits for what is still to be saved",
+        "chat_cache_size": "parsed chat templates that are kept, one a model",
+        "thinking_signing_key": "signs the end of thinking blocks; None: signatures are empty",
     },
 }
 
@@ -88,8 +105,6 @@ MEANINGS: dict[type, dict[str, str]] = {
 NOT_RAISED = {
     "ModelCrashed",
     "ModelLoading",
-    "QueueFull",
-    "QueueTimeout",
 }
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import trio
 
 import erllama
-from erllama.errors import ContextOverflow, InvalidContent, InvalidGrammar, InvalidOption
-from erllama.options import ContextOptions, GenerationOptions
+from erllama.errors import ContextOverflow, InvalidContent, InvalidGrammar
+from erllama.options import GenerationOptions
 
+from .checking import check_kept, checked, context_of, generation_of, misuse
 from .kept import POLICY, SAVE_S, TIER, kept_tiers
 from .progress import bar, default_path, show_warnings
 
@@ -21,21 +21,15 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
 
+    from erllama.options import ContextOptions
     from erllama.types import Completion
-
-T = TypeVar("T", ContextOptions, GenerationOptions)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Check everything that can be checked before the model is fetched or loaded, then generate."""
-    context = _checked(ContextOptions, arguments, {"n_ctx": arguments.n_ctx, "n_threads": arguments.threads})
+    context = context_of(arguments)
     generation = _generation(arguments)
-    if arguments.no_cache and (arguments.kv_dir is not None or arguments.kv_max is not None):
-        _misuse(arguments, "argument --no-cache: not together with --kv-dir or --kv-max")
-    if arguments.kv_dir == "":
-        _misuse(arguments, "argument --kv-dir: expected a folder")
-    if arguments.model == "":
-        _misuse(arguments, "argument -m/--model: expected the path of a GGUF file")
+    check_kept(arguments)
     prompt = arguments.prompt if arguments.prompt is not None else _read_stdin(arguments)
     with show_warnings():
         trio.run(_generate, arguments, context, generation, prompt)
@@ -53,9 +47,9 @@ async def _generate(
         with _in_words_of_the_command(arguments):
             completion = await _print_stream(model, prompt, generation)
     if arguments.stats:
-        print(_stats_line(completion), file=sys.stderr)
+        print(stats_line(completion), file=sys.stderr)
     elif tiers and sys.stderr.isatty():
-        print(f"{_reused(completion)} came from the cache", file=sys.stderr)
+        print(f"{reused(completion)} came from the cache", file=sys.stderr)
 
 
 async def _print_stream(model: Any, prompt: str, generation: dict[str, Any]) -> Completion:
@@ -86,29 +80,13 @@ def _in_words_of_the_command(arguments: argparse.Namespace) -> Iterator[None]:
 
 def _generation(arguments: argparse.Namespace) -> dict[str, Any]:
     """The generation options that were given, checked."""
-    names = {field.name for field in fields(GenerationOptions)}
-    given = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
+    given = generation_of(arguments)
     if arguments.grammar is not None:
         given["grammar"] = _read_grammar(arguments.grammar)
     if arguments.no_cache:
         given["cache"] = "off"
-    _checked(GenerationOptions, arguments, given)
+    checked(GenerationOptions, arguments, given)
     return given
-
-
-def _checked(kind: type[T], arguments: argparse.Namespace, given: dict[str, Any]) -> T:
-    """Options of that kind; a wrong value ends the command like any other misuse, naming the argument."""
-    try:
-        return kind(**{name: value for name, value in given.items() if value is not None})
-    except InvalidOption as why:
-        key = str(why.detail["key"]) if isinstance(why.detail, dict) else "?"
-        argument = "--threads" if key == "n_threads" else "--" + key.replace("_", "-")
-        _misuse(arguments, f"argument {argument}: {str(why).partition(': ')[2].replace('None or ', '')}")
-
-
-def _misuse(arguments: argparse.Namespace, mistake: str) -> NoReturn:
-    parser: argparse.ArgumentParser = arguments.parser
-    parser.error(mistake)
 
 
 def _read_grammar(path: str) -> str:
@@ -121,7 +99,7 @@ def _read_grammar(path: str) -> str:
 
 def _read_stdin(arguments: argparse.Namespace) -> str:
     if sys.stdin.isatty():
-        _misuse(arguments, "no prompt; give -p TEXT or pipe one in")
+        misuse(arguments, "no prompt; give -p TEXT or pipe one in")
     data = sys.stdin.buffer.read()
     try:
         return data.decode("utf-8").removesuffix("\n")
@@ -131,7 +109,8 @@ def _read_stdin(arguments: argparse.Namespace) -> str:
         ) from None
 
 
-def _stats_line(completion: Completion) -> str:
+def stats_line(completion: Completion) -> str:
+    """Tokens and speed of an answer, in one line."""
     stats = completion.stats
     # A time of none, as of a prompt that was all there, has no speed.
     prefill = f" at {stats.n_computed / stats.prefill_s:.0f} tokens/s" if stats.prefill_s else ""
@@ -146,5 +125,6 @@ def _stats_line(completion: Completion) -> str:
     )
 
 
-def _reused(completion: Completion) -> str:
+def reused(completion: Completion) -> str:
+    """How much of the prompt was not computed."""
     return f"{completion.stats.n_cached} of {completion.stats.n_prompt} prompt tokens"

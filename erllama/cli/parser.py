@@ -17,7 +17,22 @@ Run local language models (GGUF files) with llama.cpp.
 
 Try this first:
   erllama demo                                  watch a small model answer (fetched once, 98 MB)
+  erllama chat                                  talk to it
   erllama generate -p "The capital of France is"
+  erllama serve                                 OpenAI, Anthropic and Ollama clients, on port 8080
+"""
+
+CHAT_EXAMPLES = """\
+commands: /help, /reset, /stats, /save FILE, /quit. A line that ends in \\ goes on in the next one.
+
+examples:
+  erllama chat -s "Answer in one sentence."
+  erllama chat -m models/qwen.gguf --temperature 0.6 --reasoning off
+  echo "Name three fruits." | erllama chat --max-tokens 40
+      each line of standard input is a message
+
+What has been read is kept on disk (in clear text, for you alone), so that the same beginning starts at
+once the next time. --no-cache keeps nothing.
 """
 
 GENERATE_EXAMPLES = """\
@@ -42,6 +57,19 @@ in the middle, after a restart, and as the head of eight agents. It takes about 
 needs no network once the model is there.
 """
 
+
+SERVE_EXAMPLES = """\
+examples:
+  erllama serve
+      the small default model under the name smollm2, on http://127.0.0.1:8080
+  erllama serve -m qwen=models/qwen3-8b.gguf -m coder=models/coder.gguf --n-ctx 32768
+      two models, loaded when they are first asked for
+  erllama serve --config erllama.toml
+      everything from a file; arguments win over it
+
+OpenAI, Anthropic and Ollama clients: base URL http://127.0.0.1:8080/v1 for the first, without /v1 for the
+others. Ctrl-C ends the server when answers in flight are done, at most five seconds later.
+"""
 
 BENCH_EXAMPLES = """\
 examples:
@@ -89,10 +117,12 @@ def _build() -> tuple[Parser, dict[str, Parser]]:
     root.add_argument("--version", action=ShowVersion, nargs=0, help="print the version and exit")
     choices = root.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     commands = {
+        "chat": _add_chat(choices),
         "generate": _add_generate(choices),
         "demo": choices.add_parser(
             "demo", help="load a small model, answer, show batching and the cache", description=DEMO_EXAMPLES
         ),
+        "serve": _add_serve(choices),
         "bench": _add_bench(choices),
         "version": choices.add_parser("version", help="versions of erllama, llama.cpp and the native build"),
     }
@@ -132,11 +162,46 @@ def _add_generate(choices: Any) -> Parser:
     add("-p", "--prompt", metavar="TEXT", help="the text to continue (default: standard input)")
     add("--stats", action="store_true", help="afterwards, say on stderr how many tokens and how fast")
 
+    generation = _add_shared(parser, max_tokens="64")
+    generation.add_argument("--grammar", metavar="FILE", help="a GBNF file; only matching text is generated")
+    return parser
+
+
+def _add_chat(choices: Any) -> Parser:
+    parser: Parser = choices.add_parser(
+        "chat",
+        help="talk to a model",
+        description=(
+            "Talk to a model through its own chat template. Ctrl-C ends an answer, Ctrl-D the conversation."
+        ),
+        epilog=CHAT_EXAMPLES,
+    )
+    add = parser.add_argument
+    add("-m", "--model", metavar="PATH", help="a GGUF file (default: SmolLM2-135M-Instruct, fetched once)")
+    add("-s", "--system", metavar="TEXT", help="the system message")
+    add("--chat-template", metavar="FILE", help="a Jinja template instead of the model's own")
+    add(
+        "--reasoning",
+        choices=("auto", "off", "inline"),
+        default="auto",
+        help="thinking told apart, asked for none, or left in the answer (default: auto)",
+    )
+    _add_shared(parser, max_tokens="as many as the model writes")
+    return parser
+
+
+def _add_shared(parser: Parser, *, max_tokens: str) -> Any:
+    """What `generate` and `chat` have in common; returns the generation group."""
     options = parser.add_argument_group(
         "generation", "What is left out comes from the model file, and else is what stands in brackets."
     )
     add = options.add_argument
-    add("--max-tokens", type=int, metavar="N", help="end after N tokens at the latest (default: 64)")
+    add(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help=f"end after N tokens at the latest (default: {max_tokens})",
+    )
     add("--temperature", type=float, metavar="T", help="0 always takes the likeliest token (0.8)")
     add("--top-k", type=int, metavar="K", help="choose among the K likeliest; 0 is all (40)")
     add("--top-p", type=float, metavar="P", help="choose among the likeliest that sum up to P (0.95)")
@@ -149,7 +214,6 @@ def _add_generate(choices: Any) -> Parser:
         help="the same seed gives the same text (default: drawn; --stats tells it)",
     )
     add("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
-    add("--grammar", metavar="FILE", help="a GBNF file; only matching text is generated")
 
     kept = parser.add_argument_group("cache", "What is kept between runs, see docs/guides/caching.md.")
     add = kept.add_argument
@@ -176,6 +240,42 @@ def _add_generate(choices: Any) -> Parser:
         metavar="N",
         help="CPU threads (default: physical cores, fewer while others are busy)",
     )
+    return options
+
+
+def _add_serve(choices: Any) -> Parser:
+    parser: Parser = choices.add_parser(
+        "serve",
+        help="serve models over HTTP to OpenAI, Anthropic and Ollama clients",
+        description="Serve models over HTTP, with the APIs of OpenAI, Anthropic and Ollama.",
+        epilog=SERVE_EXAMPLES,
+    )
+    add = parser.add_argument
+    add(
+        "-m",
+        "--model",
+        action="append",
+        metavar="NAME=PATH",
+        help="a GGUF file and what clients call it (only PATH: its stem); may be given several times "
+        "(default: smollm2, SmolLM2-135M-Instruct, fetched once)",
+    )
+    add("--config", metavar="FILE", help="a TOML file, see docs/guides/deployment.md")
+    add("--host", metavar="ADDRESS", help="where to listen (default: 127.0.0.1, this machine only)")
+    add("--port", type=int, metavar="N", help="(default: 8080; 0: any that is free)")
+    add("--n-ctx", type=int, metavar="N", help="context length of models given with -m (default: 4096)")
+    add(
+        "--n-seq-max",
+        type=int,
+        metavar="N",
+        help="requests that models given with -m answer at once (default: 4)",
+    )
+    add("--quiet", action="store_true", help="no line for each request")
+
+    kept = parser.add_argument_group("cache", "What is kept between runs, see docs/guides/caching.md.")
+    add = kept.add_argument
+    add("--no-cache", action="store_true", help="keep nothing on disk")
+    add("--kv-dir", metavar="DIR", help="the folder (default: kv in erllama's cache folder)")
+    add("--kv-max", type=size, metavar="SIZE", help="its budget, as 500M or 20G")
     return parser
 
 

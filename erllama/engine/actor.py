@@ -358,6 +358,8 @@ class Actor:
                 if waits():
                     self._lanes.release(seq.fail(error))
                 return
+            if seq.exact and waits():
+                seq.times.admitted = trio.current_time()  # it waited for that; nothing of it was restored
             if self._hint is not None and self._hint.is_pending(seq):
                 await self._hint.wait(seq)
             if waits() and self._resumer is not None and seq.options.cache != "off":
@@ -370,6 +372,7 @@ class Actor:
     async def _probe_cold(self) -> ErllamaError | None:
         """Find out whether exact="cold" holds; why it cannot be offered, if it cannot. Nobody else runs."""
         try:
+            log.info('%s: trying whether exact="cold" holds; this is done once', self.model_id)
             self.cold.learned(await self._thread.probe_cold())
         except ErllamaError as error:
             return error

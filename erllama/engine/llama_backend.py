@@ -397,6 +397,7 @@ class LlamaBackend:
             logit_bias=dict(params.logit_bias),
             grammar=params.grammar,
             grammar_first=params.grammar_first,
+            guide=params.guide,
         )
         return LlamaSampler(llama.SamplerChain(model.vocab, native), params.logprobs)
 
@@ -416,6 +417,14 @@ class LlamaBackend:
         """Text of ordinary tokens, id of control tokens."""
         vocab = self._live_model().vocab
         return [control_piece(t) if vocab.is_control(t) else vocab.piece(t) for t in tokens]
+
+    def chat_templates(self, text: str | None) -> llama.ChatTemplates:
+        """The model's chat templates, or `text` as one of them. Raises: `InvalidContent`."""
+        return llama.ChatTemplates.of_model(self._live_model(), text)
+
+    def special_texts(self) -> list[tuple[int, str, bool]]:
+        """Control and user-defined tokens."""
+        return self._live_model().vocab.special_texts()
 
     def longest_piece(self) -> int:
         """Found once, by looking at every token: tens of milliseconds."""

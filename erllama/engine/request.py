@@ -6,11 +6,13 @@ Everything a caller can get wrong is found here, before the actor hears of it.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import trio
 
+from erllama.backend import Guide
 from erllama.errors import ContextOverflow, InvalidContent, InvalidOption
 from erllama.types import Done, Event, Request
 
@@ -21,12 +23,14 @@ from .sequence import Sequence
 from .stream import EventBuffer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterable
 
     from erllama.backend import BackendFacts, Sampler, SamplingParams
     from erllama.options import GenerationOptions
 
     from .handle import Handle
+
+    Translate = Callable[[Event], Iterable[Event]]
 
 _request_ids = itertools.count(1)
 
@@ -37,8 +41,16 @@ class EventStream:
     Failures are raised out of the iterator. The last event is always `Done`.
     """
 
-    def __init__(self, seq: Sequence, buffer: EventBuffer, cancel: Callable[[Sequence], None]) -> None:
+    def __init__(
+        self,
+        seq: Sequence,
+        buffer: EventBuffer,
+        cancel: Callable[[Sequence], None],
+        translate: Translate | None = None,
+    ) -> None:
         self.request = seq.request
+        self._translate = translate
+        self._ready: deque[Event] = deque()
         self._seq = seq
         self._buffer = buffer
         self._cancel = cancel
@@ -59,14 +71,16 @@ class EventStream:
     async def __anext__(self) -> Event:
         """The next event. Cancellation: loses nothing; leaving the stream's block ends the request."""
         require_home(self._home)
-        if self._done:
-            raise StopAsyncIteration
-        try:
-            event = await self._buffer.receive()
-        except trio.EndOfChannel:
-            raise StopAsyncIteration from None
-        self._done = isinstance(event, Done)
-        return event
+        while not self._ready:
+            if self._done:
+                raise StopAsyncIteration
+            try:
+                event = await self._buffer.receive()
+            except trio.EndOfChannel:
+                raise StopAsyncIteration from None
+            self._done = isinstance(event, Done)
+            self._ready.extend((event,) if self._translate is None else self._translate(event))
+        return self._ready.popleft()
 
 
 @asynccontextmanager
@@ -78,10 +92,13 @@ async def open_stream(
     purpose: Purpose = Purpose.ANSWER,
     *,
     is_text: bool = False,
+    guide: Guide | None = None,
+    translate: Translate | None = None,
 ) -> AsyncIterator[EventStream]:
     """A request for the block. Leaving it cancels what is still running and delivers nothing more.
 
     `is_text`: what the prompt's ids spell is what counts; stored ids that spell the same may replace them.
+    `guide` fits the options' grammar into an answer; `translate` turns each event into those to deliver.
 
     `prompt` may be a function; it is called again right before the request is queued, with no await between.
     Raises: `InvalidContent`, `ContextOverflow`, `InvalidOption`, `InvalidGrammar`, `StickyBusy`,
@@ -95,7 +112,7 @@ async def open_stream(
         )
     prompt_ids = prompt() if callable(prompt) else prompt
     check_prompt(prompt_ids, handle.facts)
-    params = resolve_sampling(options, handle.facts.sampling_defaults, handle.facts.n_vocab)
+    params = resolve_sampling(options, handle.facts.sampling_defaults, handle.facts.n_vocab, guide or Guide())
     buffer = EventBuffer(buffer_events, handle.actor.wake)
     sampler = await _make_sampler(handle, params) if purpose.samples else None
     try:
@@ -116,6 +133,7 @@ async def open_stream(
         buffer=buffer,
         now=trio.current_time(),
         purpose=purpose,
+        visible=params.guide.visible,
         exact=(options.exact or handle.exact) == "cold",
         is_text=is_text,
     )
@@ -125,7 +143,7 @@ async def open_stream(
         seq.fail(None)
         raise
     try:
-        yield EventStream(seq, buffer, handle.actor.cancel)
+        yield EventStream(seq, buffer, handle.actor.cancel, translate)
     finally:
         buffer.close()
         handle.actor.cancel(seq)

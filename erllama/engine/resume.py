@@ -304,7 +304,7 @@ def _note_reach(seq: Sequence, match: Match) -> None:
     """What a miss is explained from."""
     seq.evidence.saw(match.n_tokens, (), 0)
     seq.evidence.whole = max(seq.evidence.whole, match.n_tokens)
-    if (last := match.partial) is not None:
+    if (last := match.partial) is not None and last.n_tokens:
         n = last.node.start + last.n_tokens
         seq.evidence.saw(n, [*seq.ledger[: last.node.start], *last.node.ids], last.node.end)
 

@@ -9,7 +9,7 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from erllama.backend import SamplingParams
+from erllama.backend import Guide, SamplingParams
 from erllama.errors import InvalidOption
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class PlainSampler:
 
 
 def resolve_sampling(
-    options: GenerationOptions, model_defaults: Mapping[str, float], n_vocab: int
+    options: GenerationOptions, model_defaults: Mapping[str, float], n_vocab: int, guide: Guide | None = None
 ) -> SamplingParams:
     """Fill every gap; draw a seed when none was given.
 
@@ -67,4 +67,5 @@ def resolve_sampling(
         grammar_first=options.grammar_first,
         logit_bias=biases,
         logprobs=options.logprobs,
+        guide=guide or Guide(),
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import trio
@@ -38,6 +39,7 @@ from .state import Happening, Lifecycle, Phase
 from .text import TextAssembler
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from collections.abc import Sequence as Seq
 
     from erllama.backend import Sampled, Sampler
@@ -46,6 +48,9 @@ if TYPE_CHECKING:
 
     from .resident import Resident
     from .stream import EventBuffer
+
+
+EMPTY: Mapping[int, bytes] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -78,6 +83,7 @@ class Sequence:
         buffer: EventBuffer,
         now: float,
         purpose: Purpose = Purpose.ANSWER,
+        visible: Mapping[int, bytes] = EMPTY,
         exact: bool = False,
         is_text: bool = False,
     ) -> None:
@@ -117,6 +123,7 @@ class Sequence:
         self._life = Lifecycle()
         self.phase = self._life.phase  # where it is; `_move` writes it
         self._text = TextAssembler(options.stop)
+        self._visible = visible  # control tokens whose text shows
         self._logprobs: list[TokenLogprob] | None = None if options.logprobs is None else []
 
     def __repr__(self) -> str:
@@ -284,7 +291,8 @@ class Sequence:
         self.ledger.append(sampled.token)
         if self._logprobs is not None and sampled.logprob is not None:
             self._logprobs.append(sampled.logprob)
-        text = "" if is_eog else self._text.feed(piece)
+        shown = self._visible.get(sampled.token, b"" if is_eog else piece)
+        text = self._text.feed(shown) if shown else ""
         events: list[Event] = [TokenId(sampled.token, self.request)]
         if text:
             events.append(Token(text, self.request))

@@ -56,17 +56,18 @@ class TextAssembler:
             at, _, self.stop_sequence = min(found)
             shown, self._held = pending[:at], ""
         else:
-            keep = self._longest_open_end(pending)
+            keep = longest_open_end(pending, self._stops)
             shown, self._held = pending[: len(pending) - keep], pending[len(pending) - keep :]
         self._parts.append(shown)
         return shown
 
-    def _longest_open_end(self, pending: str) -> int:
-        """Length of the longest end of `pending` that begins a stop string."""
-        longest = 0
-        for stop in self._stops:
-            for n in range(min(len(stop) - 1, len(pending)), longest, -1):
-                if pending.endswith(stop[:n]):
-                    longest = n
-                    break
-        return longest
+
+def longest_open_end(text: str, stops: Sequence[str]) -> int:
+    """Length of the longest end of `text` that begins one of `stops`."""
+    longest = 0
+    for stop in stops:
+        for n in range(min(len(stop) - 1, len(text)), longest, -1):
+            if text.endswith(stop[:n]):
+                longest = n
+                break
+    return longest

@@ -61,12 +61,10 @@ class Finder:
         self._catalog, self._tiers, self._counters = catalog, tiers, counters
         self.heads = HeadCache(catalog, tiers)
 
-    async def find(
-        self, identity: Identity, prompt: Prompt, *, canonical: bool = False, resume_key: bytes | None = None
-    ) -> Match:
+    async def find(self, identity: Identity, prompt: Prompt, *, resume_key: bytes | None = None) -> Match:
         """The longest match; counts hits and misses. Reads at most a few heads, no payload."""
         began = time.perf_counter_ns()
-        walk = self._catalog.walk(identity, prompt, canonical=canonical)
+        walk = self._catalog.walk(identity, prompt)
         self._counters.longest_prefix_probes += walk.probes
         self._counters.longest_prefix_ns += time.perf_counter_ns() - began
         nodes, whole = self._nodes(walk.best, prompt)
@@ -155,15 +153,15 @@ class Finder:
             return None
         node.ids[:] = meta.tokens
         n_tokens = n_bytes = 0
+        at = maybe.place.token_pos
+        if at is not None:
+            n_tokens = common_prefix(meta.tokens, prompt.tokens[at:])
+            if prompt.offsets is not None:
+                n_bytes = int(prompt.offsets[at + n_tokens] - prompt.offsets[at])
         if maybe.by_bytes:
             assert prompt.text is not None
             rest = np.frombuffer(prompt.text, np.uint8, offset=maybe.place.byte_pos)
             n_bytes = common_prefix(np.frombuffer(meta.text, np.uint8), rest)
-        else:
-            at = maybe.place.token_pos or 0
-            n_tokens = common_prefix(meta.tokens, prompt.tokens[at:])
-            if prompt.offsets is not None:
-                n_bytes = int(prompt.offsets[at + n_tokens] - prompt.offsets[at])
         if not n_tokens and not n_bytes:
             return None
         return PartialNode(node=node, n_tokens=n_tokens, n_bytes=n_bytes)

@@ -17,6 +17,11 @@ from .backend import ensure_backend as ensure_backend
 from .backend import resume_logs as resume_logs
 from .backend import shutdown_logs as shutdown_logs
 from .batch import Batch as Batch
+from .chat import Applied as Applied
+from .chat import ChatParser as ChatParser
+from .chat import ChatTemplates as ChatTemplates
+from .chat import live_texts as live_texts
+from .chat import schema_to_grammar as schema_to_grammar
 from .context import Context as Context
 from .facts import ModelFacts as ModelFacts
 from .facts import SamplingFacts as SamplingFacts
@@ -29,6 +34,7 @@ from .readout import forward_argmax as forward_argmax
 from .rows import sample_rows as sample_rows
 from .sampler import SamplerChain as SamplerChain
 from .sampler import SamplerParams as SamplerParams
+from .sampler import check_grammar as check_grammar
 from .sampler import live_samplers as live_samplers
 from .sizing import MemoryUse as MemoryUse
 from .sizing import estimate as estimate

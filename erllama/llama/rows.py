@@ -49,7 +49,7 @@ def _answer(lib: Library, chain: SamplerChain) -> int | ErllamaError:
     if row.error.kind:
         return take_error(row.error, "sampling_next", lib.ffi.string)
     token: int = row.token
-    return token if token >= 0 else chain.error(token)
+    return token if token >= 0 else chain._error(token)
 
 
 def _refusal(fits: bool, there: bool, i: int) -> ErllamaError:

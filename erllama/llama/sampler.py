@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from erllama.backend import Guide
 from erllama.errors import (
     DecodeFailed,
     ErllamaError,
     InvalidContent,
     InvalidGrammar,
     InvalidOption,
+    NativeError,
     NoLogits,
     NotSupported,
 )
 
 from . import logs
+from .backend import ensure_backend
 from .ffi import Library, library
 from .handle import Exclusive
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from erllama.backend import ThinkingSpan
 
     from .context import Context
     from .vocab import Vocab
@@ -39,7 +45,7 @@ class SamplerParams:
 
     `grammar` is GBNF text; it is asked about the sampled token, and about all tokens only when it
     rejects that one. With `grammar_first` it filters before everything else, every time: slower,
-    and what the other samplers see is already legal.
+    and what the other samplers see is already legal. `guide` says where a chat's grammar and thinking begin.
     """
 
     temperature: float = 0.8
@@ -52,6 +58,13 @@ class SamplerParams:
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
     grammar: str | None = None
     grammar_first: bool = False
+    guide: Guide = field(default_factory=Guide)
+
+
+OF_THE_CHAIN = {
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "penalty_last_n", "seed", "logit_bias"),
+    "grammar_first",  # says nothing without a grammar
+}
 
 
 class SamplerChain:
@@ -72,6 +85,7 @@ class SamplerChain:
             self.row, self._keepalive = _native(lib, vocab, params, bias)
             ptr = self.row.sampler
             self.handle = Exclusive(lib, ptr, "sampling_free", "sampler", vocab._model.owned)
+        self._prefill()
 
     def __enter__(self) -> SamplerChain:
         return self
@@ -91,7 +105,7 @@ class SamplerChain:
             context.need_logits(i)
             token = int(self._lib.sampling_next(ptr, ctx, i))
         if token < 0:
-            raise self.error(token)
+            raise self._error(token)
         return token
 
     def accept(self, token: int) -> None:
@@ -101,21 +115,31 @@ class SamplerChain:
         with self.handle as ptr:
             code = int(self._lib.sampling_accept(ptr, token))
         if code < 0:
-            raise self.error(code, token)
+            raise self._error(code, token)
 
     def reset(self) -> None:
         """Forget what was accepted; the seed starts over."""
         with self.handle as ptr:
             self._lib.sampling_reset(ptr)
+        self._prefill()
+
+    def _prefill(self) -> None:
+        guide = self.params.guide
+        with self.handle as ptr:
+            codes = [self._lib.sampling_prefill(ptr, token, guide.covers_prefill) for token in guide.prefill]
+        for token, code in zip(guide.prefill, codes, strict=True):
+            if code < 0:
+                self.close()
+                raise self._error(code, token)
 
     def close(self) -> None:
         """Free the chain. Idempotent."""
         self.handle.close()
 
-    def error(self, code: int, token: int | None = None) -> ErllamaError:
-        """What a negative answer of the native part means."""
+    def _error(self, code: int, token: int | None = None) -> ErllamaError:
         if code == REFUSED_BY_GRAMMAR:
-            return InvalidGrammar(f"the grammar does not allow token {token} here", detail={"token": token})
+            what = "what its trigger sampled" if token is None else f"token {token}"
+            return InvalidGrammar(f"the grammar does not allow {what} here", detail={"token": token})
         if code == NOTHING_ALLOWED:
             return InvalidGrammar("the grammar allows no token of the vocabulary here")
         if code == NOT_A_NUMBER:
@@ -164,29 +188,42 @@ def _native(lib: Library, vocab: Vocab, params: SamplerParams, bias: dict[int, f
     with ExitStack() as parts:
         grammar = lib.ffi.NULL
         if params.grammar is not None:
-            grammar = _grammar(lib, vocab, params.grammar)
+            grammar = _grammar(lib, vocab, params.grammar, params.guide)
             parts.callback(lib.sampler_free, grammar)
+        thinking = lib.ffi.NULL
+        if params.guide.thinking is not None:
+            thinking = _thinking(lib, vocab, params.guide.thinking)
+            parts.callback(lib.sampler_free, thinking)
         chain = lib.sampler_chain_init(lib.sampler_chain_default_params())
         parts.callback(lib.sampler_free, chain)
         _fill(lib, chain, vocab.n_tokens, params, bias)
-        ptr = lib.sampling_new(vocab.n_tokens, chain, grammar, params.grammar_first)
+        ptr = lib.sampling_new(
+            vocab.n_tokens, chain, grammar, thinking, params.guide.lazy, params.grammar_first
+        )
         parts.pop_all()
         row.sampler, row.chain = ptr, chain
         return row, biases
 
 
 def _row(lib: Library, params: SamplerParams, bias: dict[int, float]) -> tuple[Any, Any]:
-    """What `sample_rows` has to know, but for the sampler itself.
-
-    Only a chain that nothing else has a say in may leave out most of the vocabulary.
-    """
+    """What `sample_rows` has to know, but for the sampler itself."""
     row = lib.ffi.new("struct el_row *")
     biases = lib.ffi.new("llama_logit_bias[]", sorted(bias.items()))
     row.bias, row.n_bias = biases, len(bias)
-    if params.grammar is None and not _penalizes(params):
+    if _is_chain_alone(params):
         row.is_greedy = params.temperature < GREEDY_BELOW
         row.top_k = 0 if row.is_greedy else params.top_k
     return row, biases
+
+
+def _is_chain_alone(params: SamplerParams) -> bool:
+    """Whether nothing but biases comes before greedy or top-k: then most of the vocabulary may be left out.
+
+    Whatever is not known here to be harmless is taken for a grammar.
+    """
+    plain = type(params)()
+    others = [field.name for field in dataclasses.fields(params) if field.name not in OF_THE_CHAIN]
+    return not _penalizes(params) and all(getattr(params, name) == getattr(plain, name) for name in others)
 
 
 def _penalizes(params: SamplerParams) -> bool:
@@ -215,19 +252,49 @@ def _fill(lib: Library, chain: Any, n_vocab: int, params: SamplerParams, bias: d
     lib.sampler_chain_add(chain, lib.sampler_init_dist(params.seed))
 
 
-def _grammar(lib: Library, vocab: Vocab, text: str) -> Any:
+def _thinking(lib: Library, vocab: Vocab, span: ThinkingSpan) -> Any:
+    ends = [token for end in span.ends for token in end]
+    vocab.checked([*span.start, *ends, *span.forced])
+    budget = span.budget if span.budget is not None else 2**31 - 1
+    return lib.thinking_new(
+        vocab._ptr, list(span.start), len(span.start), ends, [len(end) for end in span.ends], len(span.ends),
+        list(span.forced), len(span.forced), budget,
+    )  # fmt: skip
+
+
+def _grammar(lib: Library, vocab: Vocab, text: str, guide: Guide) -> Any:
     data = _grammar_bytes(text)
+    _check_grammar(lib, vocab._ptr, data)
+    with logs.captured(lib) as log:
+        if guide.lazy:
+            patterns = [lib.ffi.new("char[]", pattern.encode()) for pattern in guide.trigger_patterns]
+            try:
+                grammar = lib.sampler_init_grammar_lazy_patterns(
+                    vocab._ptr, data, b"root", patterns, len(patterns),
+                    list(guide.trigger_tokens), len(guide.trigger_tokens),
+                )  # fmt: skip
+            except NativeError as error:  # std::regex
+                raise InvalidGrammar(f"a trigger of the grammar: {error}") from None
+        else:
+            grammar = lib.sampler_init_grammar(vocab._ptr, data, b"root")
+    if grammar == lib.ffi.NULL:
+        raise InvalidGrammar(f"the grammar: {log.tail()}", detail={"message": log.tail()})
+    return grammar
+
+
+def check_grammar(text: str) -> None:
+    """Raise `InvalidGrammar` for what llama.cpp would refuse, with the line. Needs no model."""
+    lib = ensure_backend()
+    _check_grammar(lib, lib.ffi.NULL, _grammar_bytes(text))
+
+
+def _check_grammar(lib: Library, vocab: Any, data: bytes) -> None:
     fault = lib.ffi.new("struct el_grammar_fault *")
-    if not lib.grammar_check(vocab._ptr, data, fault):
+    if not lib.grammar_check(vocab, data, fault):
         said = lib.ffi.string(fault.message).decode("utf-8", "replace")
         raise InvalidGrammar(
             f"the grammar, line {fault.line}: {said}", detail={"line": fault.line, "message": said}
         )
-    with logs.captured(lib) as log:
-        grammar = lib.sampler_init_grammar(vocab._ptr, data, b"root")
-    if grammar == lib.ffi.NULL:
-        raise InvalidGrammar(f"the grammar: {log.tail()}", detail={"message": log.tail()})
-    return grammar
 
 
 def _grammar_bytes(text: str) -> bytes:

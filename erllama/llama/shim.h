@@ -22,4 +22,7 @@ extern "C" {
 
 #ifdef __cplusplus
 }
+
+// Between the shim's own files: from now on, this thread's lines are of level debug, whatever they say.
+void log_quietly(bool quiet);
 #endif

@@ -55,6 +55,7 @@ struct thread_log {
     std::string partial;
     int32_t partial_level = GGML_LOG_LEVEL_INFO;
     bool capturing = false;
+    bool quiet = false;  // whatever is said is for developers
     std::string captured;
 };
 
@@ -143,7 +144,7 @@ void add_text_while_ending(int32_t level, std::string text) {
 void log_callback(enum ggml_log_level level, const char *text, void *) noexcept {
     try {
         if (thread_log *thread = here()) {
-            add_text(*thread, level, text);
+            add_text(*thread, thread->quiet ? GGML_LOG_LEVEL_DEBUG : level, text);
         } else {
             add_text_while_ending(level, text);
         }
@@ -170,6 +171,12 @@ __attribute__((visibility("default"))) void common_log_add(struct common_log *, 
     vsnprintf(text.data(), text.size(), fmt, again);
     va_end(again);
     log_callback(level, text.data(), nullptr);
+}
+
+void log_quietly(bool quiet) {
+    if (thread_log *thread = here()) {
+        thread->quiet = quiet;
+    }
 }
 
 void shim_log_install(int32_t min_level) {

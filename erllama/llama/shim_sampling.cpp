@@ -4,7 +4,10 @@
 
 #include <atomic>
 #include <cmath>
+#include <exception>
 #include <vector>
+
+#include "reasoning-budget.h"
 
 namespace {
 
@@ -19,13 +22,15 @@ std::atomic<int32_t> n_samplers{0};
 
 struct el_sampler {
     int32_t n_vocab;
+    bool lazy;
     bool grammar_first;
     struct llama_sampler *chain;
-    struct llama_sampler *grammar;  // null without one
+    struct llama_sampler *grammar;   // null without one
+    struct llama_sampler *thinking;  // null unless it is watched where a thinking block begins and ends
     std::vector<llama_token_data> candidates;
 
-    el_sampler(int32_t n_vocab_, struct llama_sampler *chain_, struct llama_sampler *grammar_, bool grammar_first_)
-        : n_vocab(n_vocab_), grammar_first(grammar_first_), chain(chain_), grammar(grammar_) {
+    el_sampler(int32_t n_vocab_, struct llama_sampler *chain_, struct llama_sampler *grammar_, struct llama_sampler *thinking_, bool lazy_, bool grammar_first_)
+        : n_vocab(n_vocab_), lazy(lazy_), grammar_first(grammar_first_), chain(chain_), grammar(grammar_), thinking(thinking_) {
         candidates.reserve(static_cast<size_t>(n_vocab));
         n_samplers.fetch_add(1);
     }
@@ -36,7 +41,23 @@ struct el_sampler {
         if (grammar != nullptr) {
             llama_sampler_free(grammar);
         }
+        if (thinking != nullptr) {
+            llama_sampler_free(thinking);
+        }
         n_samplers.fetch_sub(1);
+    }
+
+    bool is_thinking() const {
+        if (thinking == nullptr) {
+            return false;
+        }
+        const auto state = common_reasoning_budget_get_state(thinking);
+        return state != REASONING_BUDGET_IDLE && state != REASONING_BUDGET_DONE;
+    }
+
+    // A lazy grammar is about tool calls: the same words in a thinking block are none.
+    bool grammar_applies() const {
+        return grammar != nullptr && !(lazy && is_thinking());
     }
 
     bool fill(const float *logits) {
@@ -63,6 +84,9 @@ struct el_sampler {
 
     int32_t pick(bool with_grammar) {
         auto array = view();
+        if (thinking != nullptr) {
+            llama_sampler_apply(thinking, &array);
+        }
         if (with_grammar) {
             llama_sampler_apply(grammar, &array);
             bool any = false;
@@ -81,11 +105,38 @@ struct el_sampler {
         // Nor NaN: what an infinite bias makes of a token that the grammar has forbidden.
         return chosen.logit > -INFINITY ? chosen.id : NOTHING_ALLOWED;
     }
+
+    // The end of a thinking block may be what triggers the grammar, so it is told of it afterwards.
+    void accept(llama_token token) {
+        const bool to_grammar = grammar_applies();
+        if (thinking != nullptr) {
+            llama_sampler_accept(thinking, token);
+        }
+        if (to_grammar) {
+            llama_sampler_accept(grammar, token);
+        } else if (grammar != nullptr && !is_thinking()) {
+            if (const auto *end = common_reasoning_budget_get_end_match(thinking)) {
+                for (const llama_token end_token : *end) {
+                    llama_sampler_accept(grammar, end_token);
+                }
+            }
+        }
+        llama_sampler_accept(chain, token);
+    }
 };
 
-// Owns chain and grammar once it has returned; when it throws, the caller still does.
-struct el_sampler *shim_sampling_new(int32_t n_vocab, struct llama_sampler *chain, struct llama_sampler *grammar, bool grammar_first) {
-    return new el_sampler(n_vocab, chain, grammar, grammar_first);
+struct llama_sampler *shim_thinking_new(const struct llama_vocab *vocab, const llama_token *start, int32_t n_start, const llama_token *ends, const int32_t *end_lengths, int32_t n_ends, const llama_token *forced, int32_t n_forced, int32_t budget) {
+    std::vector<llama_tokens> end_sequences;
+    for (int32_t i = 0; i < n_ends; ++i) {
+        end_sequences.emplace_back(ends, ends + end_lengths[i]);
+        ends += end_lengths[i];
+    }
+    return common_reasoning_budget_init(vocab, {llama_tokens(start, start + n_start)}, end_sequences, llama_tokens(forced, forced + n_forced), budget);
+}
+
+// Owns its parts once it has returned; when it throws, the caller still does.
+struct el_sampler *shim_sampling_new(int32_t n_vocab, struct llama_sampler *chain, struct llama_sampler *grammar, struct llama_sampler *thinking, bool lazy, bool grammar_first) {
+    return new el_sampler(n_vocab, chain, grammar, thinking, lazy, grammar_first);
 }
 
 void shim_sampling_free(struct el_sampler *sampler) {
@@ -106,30 +157,41 @@ int32_t shim_sampling_next(struct el_sampler *sampler, struct llama_context *ctx
     if (!sampler->fill(logits)) {
         return NOT_A_NUMBER;
     }
-    const bool has_grammar = sampler->grammar != nullptr;
-    int32_t token = sampler->pick(has_grammar && sampler->grammar_first);
-    if (token >= 0 && has_grammar && !sampler->grammar_first && !sampler->allows(token)) {
+    const bool constrained = sampler->grammar_applies();
+    int32_t token = sampler->pick(constrained && sampler->grammar_first);
+    if (token >= 0 && constrained && !sampler->grammar_first && !sampler->allows(token)) {
         sampler->fill(logits);
         token = sampler->pick(true);
     }
     if (token >= 0) {
-        if (has_grammar) {
-            llama_sampler_accept(sampler->grammar, token);
+        try {
+            sampler->accept(token);
+        } catch (const std::exception &) {  // a trigger inside a token whose rest the grammar does not take
+            return REFUSED_BY_GRAMMAR;
         }
-        llama_sampler_accept(sampler->chain, token);
     }
     return token;
 }
 
 // Asked before it is told: an end token in the middle of a grammar would abort the process.
 int32_t shim_sampling_accept(struct el_sampler *sampler, int32_t token) {
-    if (sampler->grammar != nullptr) {
+    if (sampler->grammar_applies() && !sampler->allows(token)) {
+        return REFUSED_BY_GRAMMAR;
+    }
+    sampler->accept(token);
+    return 0;
+}
+
+int32_t shim_sampling_prefill(struct el_sampler *sampler, int32_t token, bool with_grammar) {
+    if (sampler->thinking != nullptr) {
+        llama_sampler_accept(sampler->thinking, token);
+    }
+    if (with_grammar && sampler->grammar != nullptr) {
         if (!sampler->allows(token)) {
             return REFUSED_BY_GRAMMAR;
         }
         llama_sampler_accept(sampler->grammar, token);
     }
-    llama_sampler_accept(sampler->chain, token);
     return 0;
 }
 
@@ -137,5 +199,8 @@ void shim_sampling_reset(struct el_sampler *sampler) {
     llama_sampler_reset(sampler->chain);
     if (sampler->grammar != nullptr) {
         llama_sampler_reset(sampler->grammar);
+    }
+    if (sampler->thinking != nullptr) {
+        llama_sampler_reset(sampler->thinking);
     }
 }

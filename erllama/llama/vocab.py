@@ -6,6 +6,7 @@ tokenizer is too, so calls run side by side.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -149,6 +150,20 @@ class Vocab:
                     return text
                 capacity = -n
         raise EngineError(f"llama_token_to_piece asked for {capacity} bytes, then for more")
+
+    def special_texts(self) -> list[tuple[int, str, bool]]:
+        """Id, text and whether it is a control token, of all that are read out of text as one token.
+
+        The others are user-defined: they are read so even without `parse_special`.
+        """
+        n = self._lib.ffi.new("size_t *")
+        with self._model:
+            raw = self._lib.vocab_special(self._ptr, n)
+            try:
+                found = json.loads(self._lib.ffi.buffer(raw, n[0])[:])
+            finally:
+                self._lib.text_free(raw)
+        return [(token, text, is_control) for token, text, is_control in found]
 
     def is_eog(self, token: int) -> bool:
         """True if this token ends a generation (end of text, of turn, …)."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Never, TypedDict, Unpack
 
 import trio
 
+from erllama.chat.templates import TemplateCache
 from erllama.engine.cache_link import CacheLink
 from erllama.engine.cold import cold_shape_hash
 from erllama.engine.handle import Handle
@@ -31,16 +32,28 @@ from erllama.kvcache.key import Identity
 from erllama.kvcache.policy import SavePolicy
 from erllama.kvcache.store import StoreOptions, open_store
 from erllama.kvcache.tiers import RAM_TIER, RamTier
-from erllama.options import ContextOptions, EngineConfig, ModelOptions, unknown_option
+from erllama.options import (
+    ContextOptions,
+    EngineConfig,
+    ModelOptions,
+    Rejected,
+    optional,
+    string,
+    two_strings,
+    unknown_option,
+)
 
 from .block import Block
 from .cache import Cache
+from .chat import ModelChat
 from .model import Model
+from .raw_thinking import RawThinking
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
     from erllama.backend import Backend, BackendFacts
+    from erllama.checks import Check
     from erllama.kvcache.store import KvStore
     from erllama.kvcache.tiers import DiskTier, RamFileTier
     from erllama.types import Request
@@ -56,8 +69,12 @@ class EngineOverrides(TypedDict, total=False):
     stream_buffer_events: int
     tiers: Sequence[DiskTier | RamFileTier]
     ram_max_bytes: int
+    ram_spill: str | None
+    lookup_log: str | None
     writer_max_concurrent: int
     evict_save_timeout_s: float
+    chat_cache_size: int
+    thinking_signing_key: bytes | None
 
 
 class Engine:
@@ -71,6 +88,7 @@ class Engine:
         self._models: dict[str, Model] = {}
         self._loading: set[str] = set()
         self._numbers = itertools.count(1)
+        self._templates = TemplateCache(config.chat_cache_size)
         self._closed = False
 
     def __repr__(self) -> str:
@@ -86,6 +104,8 @@ class Engine:
         policy: SavePolicy | None = None,
         tier: str = RAM_TIER,
         backend: Literal["llama"] | Backend = "llama",
+        chat_template: str | None = None,
+        thinking_markers: Sequence[str] | None = None,
         progress: Callable[[float], None] | None = None,
         exact: Literal["session", "cold"] = "session",
         deterministic: bool = False,
@@ -93,7 +113,11 @@ class Engine:
     ) -> Model:
         """Load a GGUF file and start serving it.
 
-        `tier` names where its KV is kept, `policy` says what of it.
+        `tier` names where its KV is kept: in RAM only, unless it names one of the engine's file tiers.
+        `policy` says what of it.
+
+        `chat_template` (Jinja) takes the place of the file's own. `thinking_markers` are the texts that begin
+        and end thinking, for streams of raw prompts with `thinking=True`.
 
         `exact`: what requests get that do not say. "session": the answer of the same engine had it never
         dropped anything; "cold": bit for bit that of a fresh context, which means one request at a time.
@@ -115,6 +139,7 @@ class Engine:
         for name, given, wanted in (
             ("model", model, ModelOptions),
             ("context", context, ContextOptions),
+            ("policy", policy, SavePolicy),
             ("model_id", model_id, str),
         ):
             if given is not None and not isinstance(given, wanted):
@@ -127,6 +152,8 @@ class Engine:
                 f"load_model: progress={progress!r}: expected a function of one number",
                 detail={"key": "progress", "value": progress},
             )
+        markers = _checked("thinking_markers", optional(two_strings), thinking_markers)
+        template = _checked("chat_template", optional(string), chat_template)
         asked = context or ContextOptions()
         context_options = asked.resolved()
         self._check_tier(tier)
@@ -157,18 +184,35 @@ class Engine:
                 handle.stop()
                 await handle.serve()
                 raise HandleClosed(f"the engine was closed while {model_id!r} was being loaded")
-            loaded = Model(handle, file, self.config.stream_buffer_events)
+            self._warn_of_ram_only(model_id, tier)
+            loaded = self._model(handle, file, template, markers)
             self._models[model_id] = loaded
             self._nursery.start_soon(self._serve, handle)
         finally:
             self._loading.discard(model_id)
         return loaded
 
+    def _model(
+        self, handle: Handle, file: str | None, template: str | None, markers: tuple[str, str] | None
+    ) -> Model:
+        key, n_events = self.config.thinking_signing_key, self.config.stream_buffer_events
+        chat = ModelChat(handle, self._templates, template=template, signing_key=key, buffer_events=n_events)
+        return Model(handle, file, n_events, chat, None if markers is None else RawThinking(markers, key))
+
     def _check_tier(self, tier: str) -> None:
         known = [t.name for t in self.cache.list_tiers()]
         if tier not in known:
             raise InvalidConfig(
                 f"no tier {tier!r}; there are {', '.join(known)}", detail={"key": "tier", "value": tier}
+            )
+
+    def _warn_of_ram_only(self, model_id: str, tier: str) -> None:
+        """Who has a file tier wants it used."""
+        files = [t.name for t in self.cache.list_tiers() if t.name != RAM_TIER]
+        if tier == RAM_TIER and files:
+            log.warning(
+                "%s is kept in RAM only, so it is cold after a restart; write load_model(…, tier=%r)",
+                *(model_id, files[0]),
             )
 
     def _link(
@@ -210,6 +254,7 @@ class Engine:
         except Exception:
             log.exception("model %s failed and was unloaded; load it again to go on", handle.model_id)
         finally:
+            self._templates.purge(handle)
             del self._models[handle.model_id]
 
     def close_nowait(self) -> None:
@@ -272,8 +317,9 @@ async def _open_engine(config: EngineConfig | None, overrides: EngineOverrides) 
     elif overrides:
         config = EngineConfig(**{**vars(config), **overrides})
     options = StoreOptions(
-        ram=RamTier(max_bytes=config.ram_max_bytes),
+        ram=RamTier(max_bytes=config.ram_max_bytes, spill=config.ram_spill),
         tiers=config.tiers,
+        lookup_log=config.lookup_log,
         writer_max_concurrent=config.writer_max_concurrent,
         shutdown_s=config.evict_save_timeout_s,
     )
@@ -294,6 +340,15 @@ async def _open_engine(config: EngineConfig | None, overrides: EngineOverrides) 
             raise  # cancelled: neither model nor store tasks raise anything else
     if error is not None:
         raise error
+
+
+def _checked(name: str, check: Check, value: object) -> Any:
+    try:
+        return check(value)
+    except Rejected as why:
+        raise InvalidOption(
+            f"load_model: {name}={value!r}: expected {why}", detail={"key": name, "value": value}
+        ) from None
 
 
 def _told(facts: BackendFacts, file: str) -> dict[str, Any]:
@@ -325,6 +380,7 @@ def _unknown_argument(name: str) -> UnknownOption:
             return unknown_option(name, names, where="load_model", instead=f"write {write}")
     known = (
         *("path", "model_id", "model", "context", "policy", "tier", "backend", "progress"),
+        *("chat_template", "thinking_markers"),
         *("exact", "deterministic"),
     )
     return unknown_option(name, known, where="load_model")

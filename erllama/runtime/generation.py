@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
 
-class Continuation(TypedDict, total=False):
+class Sampling(TypedDict, total=False):
     """See `erllama.options.GenerationOptions` for meaning, range and default of each."""
 
     max_tokens: int
@@ -20,6 +20,8 @@ class Continuation(TypedDict, total=False):
     seed: int | None
     grammar: str | None
     grammar_first: bool
+    json_schema: Mapping[str, Any] | None
+    thinking_budget_tokens: int | None
     stop: str | Sequence[str]
     logit_bias: Mapping[int, float] | None
     logprobs: int | None
@@ -27,6 +29,19 @@ class Continuation(TypedDict, total=False):
     cache: Literal["on", "read", "off"]
     prefix_checkpoint_len: int | None
     exact: Literal["session", "cold"] | None
+
+
+class Continuation(Sampling, total=False):
+    """The same, for prompts that are nobody's template's."""
+
+    thinking: bool
+
+
+class ChatGeneration(Sampling, total=False):
+    """The same for an answer of `chat`, whose thinking is its template's matter."""
+
+    session_id: Hashable
+    parent_key: bytes | None
 
 
 class Generation(Continuation, total=False):

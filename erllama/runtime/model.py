@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal, Unpack
@@ -25,6 +26,7 @@ from erllama.options import GenerationOptions
 from erllama.types import CacheHit, Completion, Done, Event, Exactness, Prefilled
 
 from .block import Block
+from .chat_calls import ChatCalls
 from .info import ModelInfo, Phase, RequestInfo
 from .kept import Pins, cached_bytes
 
@@ -34,20 +36,31 @@ if TYPE_CHECKING:
     from erllama.engine.handle import Handle
     from erllama.engine.statistics import ActorStatistics
 
+    from .chat import ModelChat
     from .generation import Continuation, Generation
+    from .raw_thinking import RawThinking
 
 Prompt = str | Sequence[int]
 RESET_PATIENCE_S = 5.0
 PLAIN_CALL_BYTES = 64 << 10  # longer text is tokenised in a worker thread, off the event loop
 
 
-class Model:
+class Model(ChatCalls):
     """A loaded model. Made by `Engine.load_model`; once it is unloaded, every method but `unload` and
     `wait_closed` raises `NotLoaded`.
     """
 
-    def __init__(self, handle: Handle, path: str | None, buffer_events: int) -> None:
+    def __init__(
+        self,
+        handle: Handle,
+        path: str | None,
+        buffer_events: int,
+        chat: ModelChat,
+        thinking: RawThinking | None = None,
+    ) -> None:
         self.handle = handle  # the engine's; not for users
+        self._chat = chat
+        self._thinking = thinking
         self._path = path
         self._buffer_events = buffer_events
 
@@ -90,10 +103,33 @@ class Model:
     async def _stream(self, prompt: Prompt, options: GenerationOptions) -> AsyncIterator[EventStream]:
         handle = self._live()
         require_home(handle.home)
+        options = await self._constrained(options)
         prompt_ids = await self._prompt_ids(prompt)
-        is_text = isinstance(prompt, str)
-        async with open_stream(handle, prompt_ids, options, self._buffer_events, is_text=is_text) as events:
+        thinking = self._thinking if options.thinking else None
+        async with open_stream(
+            handle,
+            prompt_ids,
+            options,
+            self._buffer_events,
+            is_text=isinstance(prompt, str),
+            guide=None if thinking is None else thinking.guide(handle),
+            translate=None if thinking is None else thinking.translator(options.thinking_budget_tokens),
+        ) as events:
             yield events
+
+    async def _constrained(self, options: GenerationOptions) -> GenerationOptions:
+        """A schema as the grammar it means."""
+        if options.json_schema is None:
+            return options
+        grammar = await self._chat.grammar_of(options.json_schema)
+        return dataclasses.replace(options, json_schema=None, grammar=grammar)
+
+    async def _collected(self, stream: AbstractAsyncContextManager[EventStream]) -> Completion:
+        async with stream as events:
+            return await collect(events)
+
+    def _n_ctx(self) -> int:
+        return self._live().facts.n_ctx
 
     async def _prompt_ids(self, prompt: Prompt, *, add_special: bool = True) -> list[int]:
         if isinstance(prompt, str):
@@ -121,10 +157,17 @@ class Model:
         return await self._prefill(await self._prompt_ids(prompt), options, Purpose.PREFILL)
 
     async def _prefill(
-        self, prompt_ids: list[int], options: GenerationOptions, purpose: Purpose
+        self,
+        prompt_ids: list[int],
+        options: GenerationOptions,
+        purpose: Purpose,
+        *,
+        is_text: bool = False,
     ) -> Prefilled:
         handle = self._live()
-        async with open_stream(handle, prompt_ids, options, self._buffer_events, purpose) as events:
+        async with open_stream(
+            handle, prompt_ids, options, self._buffer_events, purpose, is_text=is_text
+        ) as events:
             done = await collect(events)
         return Prefilled(
             context_tokens=done.context_tokens,
@@ -186,12 +229,25 @@ class Model:
         self, tail: Prompt, expected: list[int] | None, options: GenerationOptions
     ) -> AsyncIterator[EventStream]:
         handle = self._live()
-        ids = await self._prompt_ids(tail, add_special=False) if len(tail) else []
+        options = await self._constrained(options)
+        if isinstance(tail, str):
+            ids = await self._prompt_ids(tail, add_special=False) if tail else []
+        else:
+            ids = _token_ids(tail)
+        thinking = self._thinking if options.thinking else None
 
         def prompt() -> list[int]:
             return [*handle.actor.history(options.session_id, expected), *ids]
 
-        async with open_stream(handle, prompt, options, self._buffer_events, Purpose.CONTINUE) as events:
+        async with open_stream(
+            handle,
+            prompt,
+            options,
+            self._buffer_events,
+            Purpose.CONTINUE,
+            guide=None if thinking is None else thinking.guide(handle),
+            translate=None if thinking is None else thinking.translator(options.thinking_budget_tokens),
+        ) as events:
             yield events
 
     async def end_session(self, session_id: Hashable) -> None:
@@ -280,6 +336,8 @@ class Model:
         `add_special` adds the tokens that the model wants around a prompt; `parse_special` reads control
         tokens written out in `text` as such. Raises: `InvalidContent`.
         """
+        if not isinstance(text, str):
+            raise InvalidContent(f"tokenize takes text (str), not {type(text).__name__}")
         tokenize = self._live().optional("tokenize")
         try:
             tokens: list[int] = tokenize(text, add_special=add_special, parse_special=parse_special)
@@ -337,6 +395,7 @@ class Model:
                 model_id=self.model_id,
                 phase=seq.phase.value,
                 n_prompt=seq.n_prompt,
+                n_cached=seq.n_cached,
                 n_generated=seq.n_generated,
                 n_kv=seq.n_kv,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from typing import TYPE_CHECKING, Any
@@ -217,7 +218,7 @@ def test_an_exception_of_native_code_is_one_rows_own(
     lib, (letter,) = dense.lib, dense.vocab.tokenize("x", add_special=False)[-1:]
     native = lib.sampler_chain_init(lib.sampler_chain_default_params())
     lib.sampler_chain_add(native, lib.sampler_init_grammar(dense.vocab._ptr, DIGITS.encode(), b"root"))
-    wrapped = lib.sampling_new(dense.facts.n_vocab, native, lib.ffi.NULL, False)
+    wrapped = lib.sampling_new(dense.facts.n_vocab, native, lib.ffi.NULL, lib.ffi.NULL, False, False)
     bad, *good = (chain(dense, temperature=0.0) for _ in range(3))
     bad.row.chain = native  # it is told of a token that nobody has asked it about
     _native(context, 1)[letter] = 1e9
@@ -248,3 +249,27 @@ def test_rows_without_logits_are_refused(
     rows = [0, 18, 20, -1, -5, 19]
     found = sample_rows(context, [chain(dense, temperature=0.0) for _ in rows], rows)
     assert [isinstance(each, NoLogits) for each in found] == [True] * 5 + [False]
+
+
+def test_which_chains_leave_most_of_the_vocabulary_out(
+    tiny: Callable[[str], Model], chain: Callable[..., SamplerChain]
+) -> None:
+    """Greedy ones and those with a top_k; none with a grammar, a penalty, or anything not known here."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class More(SamplerParams):
+        unheard_of: int = 0
+
+    def ways(**params: Any) -> tuple[bool, int]:
+        row = chain(tiny("dense"), **params).row
+        return row.is_greedy, row.top_k
+
+    assert ways(temperature=0.0, top_k=7) == (True, 0)
+    assert ways(temperature=0.0, logit_bias={1: 2.0}, seed=3, grammar_first=True) == (True, 0)
+    assert ways(top_k=7, min_p=0.0, top_p=0.5) == (False, 7)
+    assert ways(top_k=7, repetition_penalty=1.1, penalty_last_n=0) == (False, 7)
+    for params in ({"repetition_penalty": 1.1}, {"grammar": DIGITS}, {"temperature": 0.0, "grammar": DIGITS}):
+        assert ways(**params) == (False, 0)
+    for unheard_of, expected in ((0, 40), (1, 0)):
+        with SamplerChain(tiny("dense").vocab, More(unheard_of=unheard_of)) as one:
+            assert one.row.top_k == expected

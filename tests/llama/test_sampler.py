@@ -445,7 +445,7 @@ def test_grammar_exceptions_are_typed(
     grammar = lib.sampler_init_grammar(dense.vocab._ptr, DIGITS.encode(), b"root")
     native = lib.sampler_chain_init(lib.sampler_chain_default_params())
     lib.sampler_chain_add(native, grammar)
-    wrapped = lib.sampling_new(dense.facts.n_vocab, native, lib.ffi.NULL, False)
+    wrapped = lib.sampling_new(dense.facts.n_vocab, native, lib.ffi.NULL, lib.ffi.NULL, False, False)
     (letter,) = dense.vocab.tokenize("x", add_special=False)[-1:]
     try:
         with pytest.raises(NativeError, match="empty grammar stack") as caught:

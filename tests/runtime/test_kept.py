@@ -429,3 +429,45 @@ async def test_cache_files_say_where_they_come_from(tmp_path: Path):
         assert facts["memory"] == "dense"
         assert facts["erllama"] == erllama.__version__
         assert facts["host"]
+
+
+async def test_a_file_tier_that_nobody_uses_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """The default keeps a model in RAM only; with a file tier beside it that is rarely meant."""
+    async with erllama.open_engine(tiers=[DiskTier("kv", str(tmp_path))]) as engine:
+        await engine.load_model(backend=FakeBackend(), model_id="used", tier="kv")
+        assert not caplog.records
+        await engine.load_model(backend=FakeBackend(), model_id="unused")
+    assert "tier='kv'" in caplog.text
+
+
+async def test_what_ram_has_no_room_for_spills_and_lookups_are_logged(tmp_path: Path):
+    """`ram_spill` and `lookup_log` of an engine are those of its store."""
+    log = tmp_path / "lookups"
+    options = {"ram_max_bytes": 1 << 20, "ram_spill": "kv", "lookup_log": str(log)}
+    async with erllama.open_engine(tiers=[DiskTier("kv", str(tmp_path / "kv"))], **options) as engine:
+        model = await engine.load_model(backend=FakeBackend(), policy=POLICY)
+        for i in range(40):
+            await model.complete([i + 1] * 400, **GREEDY)
+            await engine.cache.flush()
+        assert {tier.name: tier.used_bytes for tier in engine.cache.list_tiers()}["kv"] > 0
+    assert log.stat().st_size > 0  # nothing else runs
+
+
+@pytest.mark.parametrize("text", [5, None, b"x"])
+async def test_what_is_no_text_is_said(text: object):
+    """A typed error, not whatever Python says deep inside."""
+    async with erllama.open_engine() as engine:
+        model = await engine.load_model(backend=FakeBackend())
+        with pytest.raises(erllama.InvalidContent):
+            model.tokenize(text)
+        with pytest.raises(erllama.InvalidContent):
+            await model.continue_(text, session_id="s")
+
+
+async def test_a_policy_is_a_policy():
+    """Before the model is loaded."""
+    async with erllama.open_engine() as engine:
+        backend = FakeBackend()
+        with pytest.raises(InvalidOption, match="policy"):
+            await engine.load_model(backend=backend, policy={"min_tokens": 1})
+        assert backend.n_opened == 0

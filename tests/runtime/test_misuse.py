@@ -90,7 +90,7 @@ async def test_two_readers_of_one_stream_both_end():
         ({"n_ctx": 512}, r"context=ContextOptions\(n_ctx=…\)"),
         ({"n_gpu_layers": 1}, r"model=ModelOptions\(n_gpu_layers=…\)"),
         ({"model_name": "x"}, "did you mean 'model_id'"),
-        ({"verbose": True}, "known options: backend, context, model, model_id, path, policy, progress, tier"),
+        ({"verbose": True}, "known options: backend, chat_template, context, deterministic, exact, model"),
     ],
 )
 async def test_what_load_model_does_not_take_has_its_place(arguments, hint):

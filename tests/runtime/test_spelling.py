@@ -121,3 +121,20 @@ async def test_twins_that_come_together_both_take_over(smol: erllama.Model) -> N
         nursery.start_soon(ask)
     assert [a.context_tokens[: len(ids)] for a in answers] == [ids, ids]
     assert smol.statistics().n_prefill_tokens - before <= 4
+
+
+async def test_a_text_edited_inside_a_block_resumes_at_the_token(smol: erllama.Model) -> None:
+    """Looking it up by its text finds no less than by its tokens (P7), and the miss names the place."""
+    text = TEXT + " The end."
+    first = await smol.complete(text, **GREEDY)
+    await smol.handle.actor.wait_saved()
+    while smol.handle.actor._lanes.drop_resident():
+        pass
+    edited = text.replace("Shelf 13 holds", "Shelf 13 lacks")
+    own, kept = smol.tokenize(edited), first.context_tokens
+    n_same = next(i for i, (a, b) in enumerate(zip(own, kept, strict=False)) if a != b)
+    answer = await smol.complete(edited, **GREEDY)
+    assert answer.stats.n_cached == n_same
+    assert answer.miss is not None
+    assert (answer.miss.reason, answer.miss.index) == ("differs_at", n_same)
+    assert answer.miss.stored != answer.miss.asked

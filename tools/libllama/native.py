@@ -30,7 +30,7 @@ _LAYOUT = 1
 _HEADER_FOLDERS = ("include", "ggml/include", "src", "common", "vendor/nlohmann", "vendor/sheredom")
 _HEADER_SUFFIXES = (".h", ".hpp")
 # Relative to a tree of headers: what the binding's compiler gets as -I.
-_INCLUDE_DIRS = ("include", "ggml/include", "common", "vendor")
+INCLUDE_DIRS = ("include", "ggml/include", "common", "vendor")
 TOOL_NAMES = ("llama-server", "llama-bench")
 _LIBRARY_SUFFIXES = (".so", ".dylib")
 _ENTRY = "entry.json"
@@ -117,7 +117,7 @@ def libraries(folder: Path) -> list[Path]:
 
 def include_dirs(entry: Path) -> list[Path]:
     """What a compiler needs as -I to see an entry's headers."""
-    return [entry / "include" / name for name in _INCLUDE_DIRS]
+    return [entry / "include" / name for name in INCLUDE_DIRS]
 
 
 def install_libraries(entry: Path, target: Path) -> None:

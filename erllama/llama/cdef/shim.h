@@ -53,6 +53,10 @@ struct el_grammar_fault {
     char message[512];
 };
 
+/* Templates of one model, parsed once; and how to read what was generated from one prompt of theirs. */
+struct el_chat;
+struct el_chat_parser;
+
 struct el_gguf_fault {
     char message[256];
 };
@@ -101,9 +105,33 @@ bool shim_batch_check(const struct llama_batch *batch, const struct el_batch_lim
 void shim_sample_rows(struct llama_context *ctx, int32_t n_vocab, struct el_row **rows, int32_t n_rows);
 
 bool shim_grammar_check(const struct llama_vocab *vocab, const char *text, struct el_grammar_fault *fault);
-struct el_sampler *shim_sampling_new(int32_t n_vocab, struct llama_sampler *chain, struct llama_sampler *grammar, bool grammar_first);
+
+/* Passes everything until the tokens of `start` were accepted, then ends the block with `forced` once `budget`
+ * tokens were. `ends` holds the sequences that end a block, one behind the other, `end_lengths` their lengths. */
+struct llama_sampler *shim_thinking_new(const struct llama_vocab *vocab, const llama_token *start, int32_t n_start, const llama_token *ends, const int32_t *end_lengths, int32_t n_ends, const llama_token *forced, int32_t n_forced, int32_t budget);
+
+/* Owns its parts once it has returned. A lazy grammar waits for its trigger, and does not look into thinking. */
+struct el_sampler *shim_sampling_new(int32_t n_vocab, struct llama_sampler *chain, struct llama_sampler *grammar, struct llama_sampler *thinking, bool lazy, bool grammar_first);
+/* A token that the prompt already has of what is generated: for thinking, and for the grammar if it covers it. */
+int32_t shim_sampling_prefill(struct el_sampler *sampler, int32_t token, bool with_grammar);
 int32_t shim_sampling_next(struct el_sampler *sampler, struct llama_context *ctx, int32_t i);
 int32_t shim_sampling_accept(struct el_sampler *sampler, int32_t token);
 void shim_sampling_reset(struct el_sampler *sampler);
 void shim_sampling_free(struct el_sampler *sampler);
 int32_t shim_sampling_count(void);
+
+/* JSON text in and out. What is returned is `n` bytes, freed with shim_text_free. Nesting deeper than 256 throws. */
+void shim_text_free(char *text);
+int32_t shim_text_count(void);
+/* Control and user-defined tokens as [[id, text, is_control], ...]. */
+char *shim_vocab_special(const struct llama_vocab *vocab, size_t *n);
+char *shim_schema_to_grammar(const char *schema, size_t n_schema, size_t *n);
+
+/* `text` overrides the model's template; one of them may be null. bos and eos are used without a model only. */
+struct el_chat *shim_chat_new(const struct llama_model *model, const char *text, const char *bos, const char *eos);
+void shim_chat_free(struct el_chat *chat);
+char *shim_chat_describe(const struct el_chat *chat, size_t *n);
+char *shim_chat_apply(const struct el_chat *chat, const char *inputs, size_t n_inputs, size_t *n);
+struct el_chat_parser *shim_chat_parser_new(const char *applied, size_t n_applied);
+void shim_chat_parser_free(struct el_chat_parser *parser);
+char *shim_chat_parse(const struct el_chat_parser *parser, const char *text, size_t n_text, bool is_partial, size_t *n);

@@ -1,0 +1,230 @@
+"""An answer as it grows: text in, deltas of content, reasoning and tool calls out, a message at the end.
+
+Rule 1: a delta is what a later parse has more than an earlier one; what was given out is never taken back.
+Rule 2: a call is announced with id and name once its arguments begin; the rest of it is arguments.
+Rule 3: a call is in the message only if its arguments are a whole JSON object: none is ever made up.
+Rule 4: what cannot be read as the model was to write it is content.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import string
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from erllama import llama
+from erllama.errors import InvalidContent
+from erllama.types import ChatMessage, ToolCall
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .prompt import ChatParams
+
+log = logging.getLogger("erllama.chat")
+
+ID_LENGTH = 9  # Mistral's templates take no other
+ID_LETTERS = string.ascii_letters + string.digits
+NOTHING: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
+PARSES = 256  # an answer is parsed again when it has grown by this part of its length
+
+
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
+    """More of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """More of what the model thinks."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """A call's id and name, or more of its arguments."""
+
+    index: int
+    id: str | None
+    name: str | None
+    arguments: str
+
+
+Delta = ContentDelta | ReasoningDelta | CallDelta
+
+
+@dataclass(slots=True)
+class _Call:
+    """What has been given out of one call."""
+
+    id: str = field(default_factory=lambda: new_call_id())
+    name: str = ""
+    sent: str = ""
+    is_announced: bool = False
+
+
+class Answer:
+    """Reads one answer. Sync; `close` when done."""
+
+    def __init__(self, params: ChatParams) -> None:
+        self._params = params
+        self._parser = llama.ChatParser(params.applied.parser)
+        self._text = ""
+        self._parsed_at = 0
+        self._calls: list[_Call] = []
+        self.parse_s = 0.0
+        begun = self._parse(partial=True) if params.prefilled else None
+        self._content = self._begun_content = begun["content"] if begun else ""
+        self._reasoning = self._begun_reasoning = begun["reasoning_content"] if begun else ""
+
+    def __enter__(self) -> Answer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._parser.close()
+
+    def feed(self, text: str) -> list[Delta]:
+        """Take more text; return what may be shown of it now."""
+        self._text += text
+        if len(self._text) - self._parsed_at < len(self._text) // PARSES:
+            return []
+        parsed = self._parse(partial=True)
+        return [] if parsed is None else self._deltas(parsed, final=False)
+
+    def finish(self, *, complete: bool) -> tuple[list[Delta], ChatMessage]:
+        """The last deltas, and the message. `complete`: the model ended its answer itself."""
+        whole = self._parse(partial=False) if complete else None
+        parsed = whole or self._parse(partial=True) or dict(NOTHING)
+        calls = [
+            call for i, each in enumerate(parsed["tool_calls"]) if (call := self._call(i, each)) is not None
+        ]
+        if complete and not calls and (whole is None or parsed["tool_calls"]):
+            log.info("an answer is not in the form of its template; it is taken as content")
+            parsed = self._as_content(parsed["reasoning_content"])
+        message = ChatMessage(
+            role="assistant",
+            content=parsed["content"].removeprefix(self._begun_content),
+            reasoning_content=parsed["reasoning_content"].removeprefix(self._begun_reasoning) or None,
+            tool_calls=tuple(calls),
+        )
+        return self._deltas(parsed, final=True), message
+
+    def _as_content(self, reasoning: str) -> dict[str, Any]:
+        """The text as it is, but for thinking that was told apart."""
+        text = self._text
+        for end in self._params.applied.thinking_ends if reasoning else ():
+            text = text.partition(end)[2] or text
+        return {**NOTHING, "content": self._begun_content + text, "reasoning_content": reasoning}
+
+    def _parse(self, *, partial: bool) -> dict[str, Any] | None:
+        self._parsed_at = len(self._text)
+        started = time.perf_counter()
+        try:
+            return self._parser.parse(self._text, partial=partial)
+        except InvalidContent as why:
+            log.debug("%s", why)
+            return None
+        finally:
+            self.parse_s += time.perf_counter() - started
+
+    # --- deltas ---
+
+    def _deltas(self, parsed: Mapping[str, Any], *, final: bool) -> list[Delta]:
+        found: list[Delta] = []
+        if more := _more(self._reasoning, parsed["reasoning_content"]):
+            self._reasoning += more
+            found.append(ReasoningDelta(more))
+        if more := _more(self._content, parsed["content"]):
+            self._content += more
+            found.append(ContentDelta(more))
+        calls = parsed["tool_calls"]
+        for index, call in enumerate(calls):
+            found += self._call_deltas(index, call, is_over=final or index + 1 < len(calls))
+        return found
+
+    def _call_deltas(self, index: int, call: Mapping[str, str], *, is_over: bool) -> list[Delta]:
+        state = self._state(index, call)
+        if not state.is_announced:
+            # A name may still grow while nothing follows it.
+            if call["name"] not in self._params.tool_names or not (call["arguments"] or is_over):
+                return []
+            state.is_announced, state.name = True, call["name"]
+            return [CallDelta(index, state.id, state.name, ""), *self._argument_deltas(index, call)]
+        return self._argument_deltas(index, call)
+
+    def _argument_deltas(self, index: int, call: Mapping[str, str]) -> list[Delta]:
+        state = self._calls[index]
+        more = _more(state.sent, call["arguments"])
+        state.sent += more
+        return [CallDelta(index, None, None, more)] if more else []
+
+    def _state(self, index: int, call: Mapping[str, str]) -> _Call:
+        while len(self._calls) <= index:
+            self._calls.append(_Call())
+        state = self._calls[index]
+        if call["id"] and not state.is_announced:
+            state.id = call["id"]
+        return state
+
+    def _call(self, index: int, call: Mapping[str, str]) -> ToolCall | None:
+        arguments = decoded(call["arguments"] or "{}")
+        if arguments is None or call["name"] not in self._params.tool_names:
+            return None
+        return ToolCall(
+            id=self._state(index, call).id,
+            name=call["name"],
+            arguments=arguments,
+            arguments_json=call["arguments"] or "{}",
+        )
+
+
+def read_answer(params: ChatParams, text: str, *, partial: bool) -> ChatMessage:
+    """A whole answer, or with `partial` its beginning, as a message. Raises: `InvalidContent`."""
+    with llama.ChatParser(params.applied.parser) as parser:
+        try:
+            parsed = parser.parse(text, partial=partial)
+        except InvalidContent:
+            if not partial:
+                raise
+            parsed = dict(NOTHING)
+    return ChatMessage(
+        role="assistant",
+        content=parsed["content"],
+        reasoning_content=parsed["reasoning_content"] or None,
+        tool_calls=tuple(_read_call(call, partial=partial) for call in parsed["tool_calls"]),
+    )
+
+
+def _read_call(call: Mapping[str, str], *, partial: bool) -> ToolCall:
+    arguments = decoded(call["arguments"] or "{}")
+    if arguments is None and not partial:
+        raise InvalidContent(f"the arguments of a call of {call['name']!r} are no JSON object")
+    return ToolCall(
+        id=call["id"], name=call["name"], arguments=arguments or {}, arguments_json=call["arguments"]
+    )
+
+
+def new_call_id() -> str:
+    """An id for a call whose model writes none."""
+    return "".join(secrets.choice(ID_LETTERS) for _ in range(ID_LENGTH))
+
+
+def decoded(arguments: str) -> dict[str, Any] | None:
+    """A call's arguments, or None if they are no JSON object."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _more(sent: str, now: str) -> str:
+    """What goes beyond what was given out; nothing where the parser changed its mind."""
+    return now[len(sent) :] if now.startswith(sent) else ""

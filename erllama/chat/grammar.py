@@ -1,0 +1,98 @@
+"""JSON schema → GBNF, remembered: the same schema is converted once."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from erllama import llama
+from erllama.errors import InvalidGrammar
+
+from .schema import canonical_schema
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+REMEMBERED = 64
+# The rule for the names of additional properties: its `[^"a]` admits a backslash, and with it a name that is
+# spelled with escapes, or a string without an end.
+_OTHER_NAMES = re.compile(r"^\S*additional-k\d* ::= .*$", re.MULTILINE)
+_UNSAFE = r"\\\x7F\x00-\x1F"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversions:
+    """How often a schema was found converted, and how often it had to be."""
+
+    n_hits: int
+    n_misses: int
+
+
+class SchemaGrammars:
+    """Converts schemas; the latest are remembered by their bytes. Any thread."""
+
+    def __init__(self) -> None:
+        self._converted = lru_cache(REMEMBERED)(_convert)
+
+    def of(self, schema: Mapping[str, Any]) -> str:
+        """The grammar. Raises: `InvalidGrammar` naming the place, the keyword and why it is not enforced."""
+        return self._converted(schema_text(schema))
+
+    def statistics(self) -> Conversions:
+        """Counts since this object was made."""
+        info = self._converted.cache_info()
+        return Conversions(n_hits=info.hits, n_misses=info.misses)
+
+
+def schema_text(schema: object) -> str:
+    """The schema's bytes as text: order counts, as answers follow it. Raises: `InvalidGrammar`."""
+    try:
+        return json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as why:
+        raise InvalidGrammar(f"the JSON schema is not JSON: {why}") from None
+
+
+def _convert(text: str) -> str:
+    canonical, _ = canonical_schema(json.loads(text))
+    grammar = sealed(llama.schema_to_grammar(canonical))
+    for pattern in _patterns(canonical):
+        check_pattern(pattern)
+    _check(grammar)
+    return grammar
+
+
+def _check(grammar: str) -> None:
+    """What llama.cpp would refuse comes from counts that multiply; the rule's name is the property's path."""
+    try:
+        llama.check_grammar(grammar)
+    except InvalidGrammar as error:
+        line = error.detail["line"] if isinstance(error.detail, dict) else 1
+        rule = grammar.splitlines()[line - 1].partition(" ::= ")[0]
+        said = f"json_schema, the grammar of {rule!r}: {error.detail['message']}"  # type: ignore[index]
+        raise InvalidGrammar(said, detail={"path": rule, "keyword": "", "why": said}) from None
+
+
+def sealed(grammar: str) -> str:
+    """What llama-common converted, without the hole in its rule for other names."""
+    return _OTHER_NAMES.sub(lambda rule: rule[0].replace('[^"', '[^"' + _UNSAFE), grammar)
+
+
+def check_pattern(pattern: str) -> None:
+    """Raise `InvalidGrammar` for a pattern in whose place the converter would accept any string."""
+    alone = llama.schema_to_grammar({"type": "string", "pattern": pattern})
+    if re.search(r"^root ::= string\d*$", alone, re.MULTILINE):
+        raise InvalidGrammar(
+            f"json_schema: pattern {pattern!r} cannot be enforced", detail={"keyword": "pattern"}
+        )
+
+
+def _patterns(schema: object) -> list[str]:
+    if isinstance(schema, dict):
+        own = [schema["pattern"]] if schema.get("type") == "string" and "pattern" in schema else []
+        return own + [p for each in schema.values() for p in _patterns(each)]
+    if isinstance(schema, list):
+        return [p for each in schema for p in _patterns(each)]
+    return []

@@ -1,0 +1,289 @@
+"""A conversation as tokens, and how its answer is constrained and read."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from erllama.backend import Guide, ThinkingSpan
+from erllama.errors import InvalidContent, InvalidGrammar, InvalidOption, NotSupported
+from erllama.llama.chat import WORD
+
+from .grammar import schema_text, sealed
+from .markup import changed_messages, changed_texts, choose_mark, unescaped
+from .messages import check_messages, is_prefilled
+from .options import ChatOptions, schema_of
+from .schema import canonical_schema
+from .tools import Tools, check_tools
+
+if TYPE_CHECKING:
+    from erllama import llama
+
+    from .grammar import SchemaGrammars
+    from .markup import Tokenize
+    from .messages import Message
+    from .templates import Template
+
+
+log = logging.getLogger("erllama.chat")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatParams:
+    """A rendered conversation: `prompt` as text, `prompt_ids` as tokens, and what `chat_parse` needs.
+
+    In `prompt` control tokens and the same characters in a message look alike; in `prompt_ids` they do not.
+    `n_head`: tokens before the first message of the user (system message and tools); 0 if that is unknown.
+    """
+
+    prompt: str = field(repr=False)
+    prompt_ids: list[int] = field(repr=False)
+    applied: llama.Applied = field(repr=False)
+    tool_names: tuple[str, ...] = ()
+    n_head: int = 0
+    prefilled: bool = False
+    apply_s: float = 0.0
+
+    @property
+    def grammar(self) -> str | None:
+        """What the answer is held to, as GBNF; None if it is free."""
+        return self.applied.grammar or None
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What is needed of a model's vocabulary."""
+
+    tokenize: Tokenize
+    piece: Callable[[int], bytes]
+
+    def ids(self, text: str) -> tuple[int, ...]:
+        """Tokens of a piece of markup."""
+        return tuple(self.tokenize(text, add_special=False, parse_special=True))
+
+
+class Renderer:
+    """Renders conversations of one model. Any thread; takes milliseconds."""
+
+    def __init__(self, template: Template, vocabulary: Vocabulary, grammars: SchemaGrammars) -> None:
+        self._template = template
+        self._vocabulary = vocabulary
+        self._grammars = grammars
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        options: ChatOptions,
+        json_schema: Mapping[str, Any] | None = None,
+        grammar: str | None = None,
+    ) -> ChatParams:
+        """Raises: `InvalidContent`, `InvalidOption`, `InvalidGrammar`, `NotSupported`."""
+        started = time.perf_counter()
+        checked = check_messages(messages)
+        tools = check_tools(options.tools, options.tool_choice)
+        schema = schema_of(options.response_format, json_schema)
+        _check_together(tools, schema, grammar)
+        inputs = self._inputs(checked, tools, options, schema)
+        applied = self._template.native.apply(inputs)
+        shown, prompt = self._shown(inputs, applied, tools)
+        _check_supported(self._template, applied, checked, tools)
+        mark = choose_mark(schema_text([shown, prompt]) + prompt)
+        marked = self._marked(prompt, shown, mark)
+        prompt_ids = self._template.markup.tokens(marked, mark, self._vocabulary.tokenize)
+        return ChatParams(
+            prompt=prompt,
+            prompt_ids=prompt_ids,
+            applied=dataclasses.replace(applied, grammar=sealed(applied.grammar)),
+            tool_names=tools.names,
+            n_head=self._n_head(marked, mark, prompt_ids, applied),
+            prefilled=inputs["continue_final_message"] != "none",
+            apply_s=time.perf_counter() - started,
+        )
+
+    def _inputs(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Tools,
+        options: ChatOptions,
+        schema: Mapping[str, Any] | None,
+    ) -> dict[str, Any]:
+        kwargs = dict(options.template_kwargs or {})
+        prefilled = options.add_generation_prompt and is_prefilled(messages)
+        inputs: dict[str, Any] = {
+            "messages": messages,
+            "tool_choice": tools.choice,
+            "parallel_tool_calls": options.parallel_tool_calls,
+            "reasoning_format": "none" if options.reasoning == "inline" else "auto",
+            "enable_thinking": kwargs.get("enable_thinking", options.reasoning != "off"),
+            "template_kwargs": kwargs,
+            "add_generation_prompt": options.add_generation_prompt and not prefilled,
+            "continue_final_message": "auto" if prefilled else "none",
+            "now_s": int(time.time()),  # one time for every rendering of this request
+        }
+        if tools.enforced:
+            inputs["tools"] = list(tools.enforced)
+        if schema is not None:
+            self._grammars.of(schema)  # refuses what cannot be enforced, and says where
+            inputs["json_schema"] = canonical_schema(schema)[0] or {"type": "object"}
+        return inputs
+
+    def _shown(
+        self, inputs: dict[str, Any], applied: llama.Applied, tools: Tools
+    ) -> tuple[dict[str, Any], str]:
+        """What the prompt is made of, and the prompt: it shows tools as their authors wrote them."""
+        if tools.shown == tools.enforced:
+            return inputs, applied.prompt
+        shown = {**inputs, "tools": list(tools.shown)}
+        try:
+            return shown, self._template.native.apply(shown).prompt
+        except InvalidGrammar:  # a schema that the converter stops at
+            return inputs, applied.prompt
+
+    # --- tokens ---
+
+    def _n_head(self, marked: str, mark: str, prompt_ids: list[int], applied: llama.Applied) -> int:
+        """Where the first message of the user begins, in whole tokens."""
+        begin = next((text for role, text in applied.delimiters if role == "user"), "")
+        at = marked.find(begin) if begin else 0
+        if at <= 0:
+            return 0
+        head = self._template.markup.tokens(marked[:at], mark, self._vocabulary.tokenize)
+        pairs = zip(head, prompt_ids, strict=False)
+        first = next((i for i, (one, other) in enumerate(pairs) if one != other), len(head))
+        return min(first, len(prompt_ids))
+
+    def _marked(self, prompt: str, inputs: dict[str, Any], mark: str) -> str:
+        """The prompt, with control-token text of messages and tools split by marks."""
+        markup, spared = self._template.markup, self._template.spared
+        split = _changed(inputs, lambda text, kept: markup.split(text, mark, kept), spared)
+        if split == inputs:
+            return prompt
+        apply = self._template.native.apply
+        marked = unescaped(apply(split).prompt, mark)
+        without = apply(_changed(inputs, markup.without, spared)).prompt
+        n_whole = sum(len(markup.places(piece)) for piece in marked.split(mark))
+        if marked.replace(mark, "") != prompt or n_whole != len(markup.places(without)):
+            raise InvalidContent(
+                "a message or tool has the text of a control token, and this model's chat template would "
+                "make it one"
+            )
+        return marked
+
+    # --- the answer ---
+
+    def guide(self, params: ChatParams, *, thinking_budget: int | None, own_grammar: bool) -> Guide:
+        """How the answer's sampler is set up. `own_grammar`: it is the caller's, not the template's."""
+        applied, words = params.applied, self._vocabulary
+        lazy = applied.grammar_lazy and not own_grammar
+        span = None
+        if applied.thinking_ends and applied.thinking_start and (lazy or thinking_budget is not None):
+            ends = tuple(words.ids(end) for end in applied.thinking_ends)
+            span = ThinkingSpan(
+                start=words.ids(applied.thinking_start), ends=ends, forced=ends[0], budget=thinking_budget
+            )
+        patterns, tokens = self._triggers(applied) if lazy else ((), ())
+        return Guide(
+            lazy=lazy,
+            trigger_patterns=patterns,
+            trigger_tokens=tokens,
+            prefill=self._prefill(applied.generation_prompt),
+            covers_prefill=bool(applied.grammar) and not lazy and not own_grammar,
+            thinking=span,
+            visible=self._visible(applied),
+        )
+
+    def _triggers(self, applied: llama.Applied) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        patterns: list[str] = []
+        tokens: list[int] = []
+        for kind, text in applied.triggers:
+            ids = self._vocabulary.ids(text) if kind == WORD else ()
+            if len(ids) == 1:
+                tokens.append(ids[0])
+            elif kind == WORD:
+                patterns.append(re.sub(r"([.^$|()*+?\[\]{}\\])", r"\\\1", text))
+            else:
+                patterns.append(text)
+        return tuple(patterns), tuple(tokens)
+
+    def _prefill(self, text: str) -> tuple[int, ...]:
+        ids = self._vocabulary.ids(text)
+        if ids and not text[0].isspace() and self._vocabulary.piece(ids[0]).isspace():
+            return ids[1:]  # the space that some tokenizers put before what they are given
+        return ids
+
+    def _visible(self, applied: llama.Applied) -> dict[int, bytes]:
+        found: dict[int, bytes] = {}
+        for text in applied.preserved:
+            ids = self._vocabulary.ids(text)
+            if len(ids) == 1 and self._vocabulary.piece(ids[0]) != text.encode():
+                found[ids[0]] = text.encode()
+        return found
+
+
+def _changed(
+    inputs: dict[str, Any], change: Callable[[str, tuple[str, ...]], str], spared: tuple[str, ...]
+) -> dict[str, Any]:
+    """Messages and the words of tools changed; in an assistant's words the spared texts stay."""
+    made = dict(inputs)
+    made["messages"] = changed_messages(
+        inputs["messages"], lambda text, role: change(text, spared if role == "assistant" else ())
+    )
+    if "tools" in inputs:
+        made["tools"] = [_changed_tool(tool, lambda text: change(text, ())) for tool in inputs["tools"]]
+    return made
+
+
+def _changed_tool(tool: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    function = tool["function"]
+    return {
+        **tool,
+        "function": {
+            **function,
+            "description": change(function["description"]),
+            "parameters": _changed_words(function["parameters"], change),
+        },
+    }
+
+
+def _changed_words(schema: Any, change: Callable[[str], str]) -> Any:
+    """A schema with its descriptions changed; names and values are the grammar's."""
+    if isinstance(schema, Mapping):
+        return {
+            key: changed_texts(value, change)
+            if key in ("description", "title", "examples") and not isinstance(value, Mapping)
+            else _changed_words(value, change)
+            for key, value in schema.items()
+        }
+    if isinstance(schema, list):
+        return [_changed_words(each, change) for each in schema]
+    return schema
+
+
+def _check_together(tools: Tools, schema: object, grammar: str | None) -> None:
+    if grammar is not None and schema is not None:
+        raise InvalidOption("give grammar or json_schema, not both", detail={"key": "grammar"})
+    if tools.enforced and tools.choice != "none" and (grammar is not None or schema is not None):
+        raise InvalidOption(
+            "an answer cannot both call tools and keep to a grammar or schema; say tool_choice='none', or "
+            "leave the grammar or schema out",
+            detail={"key": "tool_choice"},
+        )
+
+
+def _check_supported(
+    template: Template, applied: llama.Applied, messages: list[dict[str, Any]], tools: Tools
+) -> None:
+    """What a template passes over in silence is refused: the caller would wait for an effect."""
+    silent = not template.renders_tools or tools.choice == "required"
+    if tools.enforced and tools.choice != "none" and not applied.grammar and silent:
+        raise NotSupported("this model's chat template has no way to call tools", detail="tools")
+    has_calls = any(message.get("tool_calls") for message in messages)
+    if has_calls and not template.renders_calls:
+        if not template.renders_tools:
+            raise NotSupported("this model's chat template does not render tool calls", detail="tools")
+        log.warning("this model's chat template leaves the calls of earlier turns out of the prompt")

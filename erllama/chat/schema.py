@@ -1,0 +1,466 @@
+"""A JSON schema in the words that llama-common's converter enforces, or the reason why it cannot be.
+
+The converter silently ignores what it has no grammar for. So every keyword is looked at first: it is
+written in a form that is enforced, or refused with its place and the reason, or, where a caller prefers a
+loose grammar to none (the tools of an agent), left out and noted.
+
+Law: a value that the converted grammar can generate satisfies the schema, unless something was noted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from erllama.errors import InvalidGrammar
+
+from .pattern import MAX_REPEATED, PatternError, canonical_pattern
+from .schema_facts import (
+    ANYWHERE,
+    CONSTRAINTS,
+    FORMATS,
+    NUMBER,
+    TYPES,
+    Json,
+    bounds,
+    exclusive,
+    fits,
+    implied_type,
+    is_empty,
+    is_whole,
+    kinds_of,
+    pointed,
+    same,
+    with_type,
+    without_repeats,
+)
+
+MAX_DEPTH = 64
+MAX_INTEGER = 10**15  # the converter's integers have up to 16 digits
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A keyword that is not enforced."""
+
+    path: str
+    keyword: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.keyword}: {self.why}"
+
+
+def canonical_schema(schema: object, *, loosen: bool = False) -> tuple[dict[str, Json], list[Note]]:
+    """An equally strict (or stricter) schema that the converter enforces entirely.
+
+    With `loosen`, what cannot be enforced is left out and noted. Raises: `InvalidGrammar` whose detail has
+    `path` and `keyword`.
+    """
+    if not isinstance(schema, Mapping):
+        raise InvalidGrammar(f"a JSON schema is an object, not {type(schema).__name__}", detail={"path": "#"})
+    writer = _Writer(schema, loosen)
+    return writer.write(), writer.notes
+
+
+class _Writer:
+    def __init__(self, root: Mapping[str, Json], loosen: bool) -> None:
+        self._root = root
+        self._loosen = loosen
+        self.notes: list[Note] = []
+
+    def write(self) -> dict[str, Json]:
+        made = self._node(self._root, "#", 0)
+        for key in ("$defs", "definitions"):
+            defs = self._root.get(key)
+            if isinstance(defs, Mapping):
+                made[key] = {name: self._node(each, f"#/{key}/{name}", 1) for name, each in defs.items()}
+        self._check_refs(made, made)
+        return made
+
+    def _fail(self, path: str, keyword: str, why: str) -> None:
+        note = Note(path, keyword, why)
+        if not self._loosen:
+            raise InvalidGrammar(
+                f"json_schema, {note}", detail={"path": path, "keyword": keyword, "why": why}
+            )
+        self.notes.append(note)
+
+    def _refuse_others(self, schema: Mapping[str, Json], path: str, allowed: set[str], beside: str) -> None:
+        for keyword in sorted(schema.keys() & CONSTRAINTS - allowed):
+            if not is_empty(keyword, schema[keyword]):
+                self._fail(path, keyword, f"cannot be enforced beside {beside}")
+
+    # --- one schema ---
+
+    def _node(self, schema: Json, path: str, depth: int) -> dict[str, Json]:
+        if depth > MAX_DEPTH:
+            raise InvalidGrammar(
+                f"json_schema, {path}: nested deeper than {MAX_DEPTH}", detail={"path": path}
+            )
+        if schema is True:
+            return {}
+        if schema is False:
+            self._fail(path, "false", "no value satisfies it")
+            return {}
+        if not isinstance(schema, Mapping):
+            raise InvalidGrammar(f"json_schema, {path}: a schema is an object", detail={"path": path})
+        if "$ref" in schema:
+            return self._ref(schema, path)
+        for keyword in ("not", "if", "$dynamicRef", "$recursiveRef"):
+            if keyword in schema:
+                self._fail(path, keyword, "a grammar cannot express it")
+        if "oneOf" in schema or "anyOf" in schema:
+            return self._union(schema, path, depth)
+        if "const" in schema or "enum" in schema:
+            return self._values(schema, path)
+        if "allOf" in schema:
+            return self._all_of(schema, path, depth)
+        kind = schema.get("type")
+        if isinstance(kind, (list, tuple)):
+            return self._kinds(schema, kind, path, depth)
+        if kind is not None and kind not in TYPES:
+            raise InvalidGrammar(
+                f"json_schema, {path}: type: there is no type {kind!r}",
+                detail={"path": path, "keyword": "type"},
+            )
+        return self._typed(schema, kind or implied_type(schema), path, depth)
+
+    def _typed(self, schema: Mapping[str, Json], kind: str | None, path: str, depth: int) -> dict[str, Json]:
+        match kind:
+            case "object":
+                return self._object(schema, path, depth)
+            case "array":
+                return self._array(schema, path, depth)
+            case "string":
+                return self._string(schema, path)
+            case "integer":
+                return self._integer(schema, path)
+            case "number":
+                self._refuse_others(
+                    schema, path, CONSTRAINTS - NUMBER, "type number (integers can be bounded)"
+                )
+                return {"type": "number"}
+            case None:
+                self._refuse_others(schema, path, ANYWHERE | {"type"}, "no type")
+                return {}
+        return {"type": kind}
+
+    def _ref(self, schema: Mapping[str, Json], path: str) -> dict[str, Json]:
+        self._refuse_others(schema, path, {"$ref"}, "$ref")
+        ref = schema["$ref"]
+        if self._target(ref) is None:
+            self._fail(path, "$ref", f"{ref!r} does not lead to a schema in this document")
+            return {}
+        return {"$ref": ref}
+
+    def _target(self, ref: Json) -> Mapping[str, Json] | None:
+        """What a reference leads to, through further references; None if nowhere or in a circle."""
+        seen = set()
+        while True:
+            if (
+                not isinstance(ref, str)
+                or ref in seen
+                or not ref.startswith("#/")
+                or "~" in ref
+                or "%" in ref
+            ):
+                return None
+            seen.add(ref)
+            found = pointed(self._root, ref)
+            if not isinstance(found, Mapping):
+                return None
+            if "$ref" not in found:
+                return found
+            ref = found["$ref"]
+
+    def _check_refs(self, made: Json, root: dict[str, Json]) -> None:
+        """What was written anew may lie elsewhere than before."""
+        if isinstance(made, Mapping):
+            ref = made.get("$ref")
+            if isinstance(ref, str) and not isinstance(pointed(root, ref), Mapping):
+                raise InvalidGrammar(
+                    f"json_schema: $ref {ref!r}: move what it leads to into $defs",
+                    detail={"path": ref, "keyword": "$ref"},
+                )
+            for each in made.values():
+                self._check_refs(each, root)
+        elif isinstance(made, list):
+            for each in made:
+                self._check_refs(each, root)
+
+    # --- alternatives, values ---
+
+    def _union(self, schema: Mapping[str, Json], path: str, depth: int) -> dict[str, Json]:
+        key = "oneOf" if "oneOf" in schema else "anyOf"
+        alternatives = schema[key]
+        self._refuse_others(schema, path, {key, "type"} | ({"not", "if"} & schema.keys()), key)
+        if not isinstance(alternatives, (list, tuple)) or not alternatives:
+            self._fail(path, key, "expected a list of schemas")
+            return {}
+        kind = schema.get("type")
+        made = [
+            self._node(with_type(each, kind), f"{path}/{key}/{i}", depth + 1)
+            for i, each in enumerate(alternatives)
+        ]
+        if kind is not None:
+            self._check_kinds(made, kind, path)
+        if key == "oneOf":
+            self._check_exclusive(made, path)
+        return {"anyOf": made}
+
+    def _check_kinds(self, made: list[dict[str, Json]], kind: Json, path: str) -> None:
+        allowed = set(kind) if isinstance(kind, (list, tuple)) else {kind}
+        for each in made:
+            kinds = kinds_of(self._deref(each))
+            if kinds is None or not all(
+                k in allowed or (k == "integer" and "number" in allowed) for k in kinds
+            ):
+                self._fail(path, "type", "not every alternative is of this type")
+                return
+
+    def _check_exclusive(self, made: list[dict[str, Json]], path: str) -> None:
+        for i, one in enumerate(made):
+            for j in range(i + 1, len(made)):
+                if not exclusive(self._deref(one), self._deref(made[j])):
+                    self._fail(path, "oneOf", f"alternatives {i} and {j} might both match; use anyOf")
+                    return
+
+    def _deref(self, made: dict[str, Json]) -> dict[str, Json]:
+        target = self._target(made["$ref"]) if "$ref" in made else None
+        if target is None:
+            return made
+        quiet = _Writer(self._root, loosen=True)
+        return quiet._node(target, made["$ref"], 1)
+
+    def _values(self, schema: Mapping[str, Json], path: str) -> dict[str, Json]:
+        key = "const" if "const" in schema else "enum"
+        values = [schema["const"]] if key == "const" else schema["enum"]
+        if not isinstance(values, (list, tuple)) or not values:
+            self._fail(path, "enum", "expected a list of values")
+            return {}
+        others = {"const", "enum", "type"}
+        if key == "const" and "enum" in schema:
+            values = [v for v in values if any(same(v, e) for e in schema["enum"])]
+        self._refuse_others(schema, path, others, key)
+        values = [v for v in values if fits(v, schema.get("type"))]
+        if not values:
+            self._fail(path, key, "no value fits the type")
+            return {}
+        return {"enum": without_repeats(values)}
+
+    def _kinds(self, schema: Mapping[str, Json], kinds: Json, path: str, depth: int) -> dict[str, Json]:
+        if not kinds:
+            self._fail(path, "type", "an empty list")
+            return {}
+        each = [self._node({**schema, "type": kind}, path, depth + 1) for kind in kinds]
+        return {"anyOf": each}
+
+    def _all_of(self, schema: Mapping[str, Json], path: str, depth: int) -> dict[str, Json]:
+        """One schema alone, or objects whose properties come together."""
+        parts = schema["allOf"]
+        rest = {k: v for k, v in schema.items() if k != "allOf"}
+        if not isinstance(parts, (list, tuple)) or not parts:
+            self._fail(path, "allOf", "expected a list of schemas")
+            return self._node(rest, path, depth)
+        if len(parts) == 1 and not rest.keys() & CONSTRAINTS:
+            return self._node(parts[0], f"{path}/allOf/0", depth + 1)
+        merged = self._merged([rest, *parts])
+        if merged is None:
+            self._fail(path, "allOf", "only plain objects without common properties can be put together")
+            return self._node(rest, path, depth)
+        return self._object(merged, path, depth)
+
+    def _merged(self, parts: list[Json]) -> dict[str, Json] | None:
+        properties: dict[str, Json] = {}
+        required: list[str] = []
+        for part in parts:
+            found = self._target(part["$ref"]) if isinstance(part, Mapping) and "$ref" in part else part
+            if not isinstance(found, Mapping) or found.get("type", "object") != "object":
+                return None
+            if found.keys() & CONSTRAINTS - {"type", "properties", "required"}:
+                return None
+            for name, each in (found.get("properties") or {}).items():
+                if name in properties and not same(properties[name], each):
+                    return None
+                properties[name] = each
+            required += [name for name in found.get("required") or () if name not in required]
+        return {"type": "object", "properties": properties, "required": required}
+
+    # --- types ---
+
+    def _object(self, schema: Mapping[str, Json], path: str, depth: int) -> dict[str, Json]:
+        properties = schema.get("properties")
+        if properties is not None and not isinstance(properties, Mapping):
+            raise InvalidGrammar(
+                f"json_schema, {path}: properties: expected an object",
+                detail={"path": path, "keyword": "properties"},
+            )
+        made: dict[str, Json] = {"type": "object"}
+        if properties is not None:
+            made["properties"] = {
+                name: self._node(each, f"{path}/properties/{name}", depth + 1)
+                for name, each in properties.items()
+            }
+        made["required"] = self._required(schema, properties or {}, path)
+        made["additionalProperties"] = self._additional(schema, properties, path, depth)
+        self._check_object_rest(schema, made, path)
+        return {k: v for k, v in made.items() if k != "required" or v}
+
+    def _required(self, schema: Mapping[str, Json], properties: Mapping[str, Json], path: str) -> list[str]:
+        required = schema.get("required", [])
+        if not isinstance(required, (list, tuple)) or not all(isinstance(name, str) for name in required):
+            self._fail(path, "required", "expected a list of names")
+            return []
+        for name in required:
+            if name not in properties:
+                self._fail(path, "required", f"{name!r} is not among the properties")
+        return [name for name in dict.fromkeys(required) if name in properties]
+
+    def _additional(
+        self, schema: Mapping[str, Json], properties: Mapping[str, Json] | None, path: str, depth: int
+    ) -> Json:
+        given = schema.get("additionalProperties", properties is None)
+        if given is False:
+            return False
+        if given is not True:
+            given = self._node(given, f"{path}/additionalProperties", depth + 1) or True
+        for name in properties or ():
+            # json-schema-to-grammar.cpp puts names into character classes as they are.
+            if not name or any(char in ']^-\\"' or ord(char) < 0x20 for char in name):
+                self._fail(
+                    path, "additionalProperties", f"cannot be enforced beside a property named {name!r}"
+                )
+                return False
+        return given
+
+    def _check_object_rest(self, schema: Mapping[str, Json], made: dict[str, Json], path: str) -> None:
+        is_closed = made["additionalProperties"] is False
+        least, most = schema.get("minProperties", 0), schema.get("maxProperties", math.inf)
+        if least > len(made["required"]):
+            self._fail(path, "minProperties", "more than are required cannot be enforced")
+        if most != math.inf and (not is_closed or most < len(made.get("properties", ()))):
+            self._fail(path, "maxProperties", "fewer than there may be cannot be enforced")
+        if not is_closed and schema.get("unevaluatedProperties", True) is not True:
+            self._fail(path, "unevaluatedProperties", "a grammar cannot express it")
+        for keyword in (
+            "patternProperties",
+            "propertyNames",
+            "dependentRequired",
+            "dependentSchemas",
+            "dependencies",
+        ):
+            if schema.get(keyword) not in (None, {}, True):
+                self._fail(path, keyword, "a grammar cannot express it")
+
+    def _array(self, schema: Mapping[str, Json], path: str, depth: int) -> dict[str, Json]:
+        items = schema.get("items")
+        key = "items" if isinstance(items, (list, tuple)) else "prefixItems"
+        listed = schema.get(key)
+        if isinstance(listed, (list, tuple)) and listed:
+            return self._tuple(schema, key, listed, path, depth)
+        least, most = self._counts(schema, "minItems", "maxItems", MAX_REPEATED + 1, path)
+        made: dict[str, Json] = {"type": "array"}
+        if items is False:
+            most = 0
+        elif items is not None and items is not True:
+            made["items"] = self._node(items, f"{path}/items", depth + 1)
+        self._check_array_rest(schema, most, path)
+        return {**made, **bounds("minItems", least, "maxItems", most)}
+
+    def _tuple(
+        self, schema: Mapping[str, Json], key: str, listed: Json, path: str, depth: int
+    ) -> dict[str, Json]:
+        """Exactly the listed items: the converter knows no others."""
+        made = [self._node(each, f"{path}/{key}/{i}", depth + 1) for i, each in enumerate(listed)]
+        if schema.get("minItems", 0) > len(made):
+            self._fail(
+                path, "minItems", f"more than the {len(made)} items that are listed cannot be enforced"
+            )
+        if schema.get("maxItems", math.inf) < len(made):
+            self._fail(
+                path, "maxItems", f"fewer than the {len(made)} items that are listed cannot be enforced"
+            )
+        self._check_array_rest(schema, len(made), path)
+        return {"type": "array", "prefixItems": made}
+
+    def _check_array_rest(self, schema: Mapping[str, Json], most: int | None, path: str) -> None:
+        if schema.get("uniqueItems") is True and (most is None or most > 1):
+            self._fail(path, "uniqueItems", "a grammar cannot express it")
+        for keyword in ("contains", "minContains", "maxContains"):
+            if keyword in schema:
+                self._fail(path, keyword, "a grammar cannot express it")
+
+    def _string(self, schema: Mapping[str, Json], path: str) -> dict[str, Json]:
+        made: dict[str, Json] = {"type": "string"}
+        if "pattern" in schema:
+            beside = "pattern"
+            try:
+                if not isinstance(schema["pattern"], str):
+                    raise PatternError("expected a regular expression")
+                made["pattern"] = canonical_pattern(schema["pattern"])
+            except PatternError as why:
+                self._fail(path, "pattern", f"{schema['pattern']!r}: {why}")
+        elif schema.get("format") in FORMATS:
+            beside = f"format {schema['format']}"
+            made["format"] = schema["format"]
+        if len(made) > 1:
+            self._refuse_others(schema, path, CONSTRAINTS - {"minLength", "maxLength"}, beside)
+            return made
+        least, most = self._counts(schema, "minLength", "maxLength", MAX_REPEATED, path)
+        return {**made, **bounds("minLength", least, "maxLength", most)}
+
+    def _counts(
+        self, schema: Mapping[str, Json], low_key: str, high_key: str, limit: int, path: str
+    ) -> tuple[int, int | None]:
+        low, high = schema.get(low_key, 0), schema.get(high_key)
+        for key, value in ((low_key, low), (high_key, high)):
+            if value is None:
+                continue
+            if not is_whole(value):
+                raise InvalidGrammar(
+                    f"json_schema, {path}: {key}: expected a whole number",
+                    detail={"path": path, "keyword": key},
+                )
+            if value < 0 or value > limit:
+                self._fail(
+                    path, key, f"{value} is not in the range from 0 to {limit} that a grammar can count"
+                )
+        low = int(low) if 0 <= low <= limit else 0
+        high = int(high) if high is not None and 0 <= high <= limit else None
+        if high is not None and high < low:
+            self._fail(path, high_key, f"less than {low_key}")
+            return 0, None
+        return low, high
+
+    def _integer(self, schema: Mapping[str, Json], path: str) -> dict[str, Json]:
+        if schema.get("multipleOf", 1) != 1:
+            self._fail(path, "multipleOf", "a grammar cannot express it")
+        low = self._bound(schema, "minimum", "exclusiveMinimum", path, lowest=True)
+        high = self._bound(schema, "maximum", "exclusiveMaximum", path, lowest=False)
+        if low is not None and high is not None and high < low:
+            self._fail(path, "maximum", "less than the minimum")
+            low = high = None
+        return {"type": "integer", **bounds("minimum", low, "maximum", high)}
+
+    def _bound(
+        self, schema: Mapping[str, Json], key: str, exclusive: str, path: str, *, lowest: bool
+    ) -> int | None:
+        """The tighter of both bounds, as a whole number that is allowed."""
+        found: list[int] = []
+        for name in (key, exclusive):
+            value = schema.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                self._fail(path, name, "expected a number")
+                continue
+            if abs(value) > MAX_INTEGER:
+                self._fail(path, name, f"beyond {MAX_INTEGER:.0e} it cannot be enforced")
+                continue
+            if lowest:
+                found.append(math.ceil(value) + (name == exclusive and value == math.ceil(value)))
+            else:
+                found.append(math.floor(value) - (name == exclusive and value == math.floor(value)))
+        return (max if lowest else min)(found, default=None)

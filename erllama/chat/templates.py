@@ -1,0 +1,100 @@
+"""Parsed chat templates, kept for the models that were used last."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from erllama.errors import ErllamaError
+
+from .markup import Markup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+    from erllama import llama
+
+
+PROBE = "probe7q"
+USER = {"role": "user", "content": "hello"}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {"id": "abcdefghi", "type": "function", "function": {"name": PROBE, "arguments": "{}"}},
+    ],
+}
+RESULT = {"role": "tool", "tool_call_id": "abcdefghi", "name": PROBE, "content": "1"}
+TOOL = {"type": "function", "function": {"name": PROBE, "description": "", "parameters": {}}}
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """One model's templates, and the texts that are control tokens of it.
+
+    `spared` are control-token texts that templates look for in what the assistant said. `renders_tools`,
+    `renders_calls`: whether tools and calls in the history show in the prompt at all.
+    """
+
+    native: llama.ChatTemplates
+    markup: Markup
+    spared: tuple[str, ...]
+    renders_tools: bool
+    renders_calls: bool
+
+    @classmethod
+    def of(cls, native: llama.ChatTemplates, special: list[tuple[int, str, bool]]) -> Template:
+        """User-defined tokens count where the template writes them: the others are ordinary text."""
+        alone = native.apply({"messages": [{"role": "user", "content": "hello"}]})
+        thinking = (alone.thinking_start, *alone.thinking_ends) if alone.thinking_ends else ()
+        source = native.source + native.tool_use_source
+        known = {*alone.preserved, *thinking}
+        texts = [
+            text
+            for _, text, is_control in special
+            if is_control or text in known or (text in source and any(c.isalnum() for c in text))
+        ]
+        return cls(
+            native,
+            Markup(texts),
+            tuple(text for text in thinking if text),
+            renders_tools=_shows({"messages": [USER], "tools": [TOOL]}, native),
+            renders_calls=_shows({"messages": [USER, CALL, RESULT]}, native),
+        )
+
+
+def _shows(inputs: dict[str, Any], native: llama.ChatTemplates) -> bool:
+    """Whether the probe is in the prompt; a template that refuses it says so when it is asked in earnest."""
+    try:
+        return PROBE in native.apply(inputs).prompt
+    except ErllamaError:
+        return True
+
+
+class TemplateCache:
+    """At most `capacity` templates, the longest unused goes first. Any thread."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Hashable, Template] = OrderedDict()
+        self.n_made = 0
+
+    def get(self, key: Hashable, make: Callable[[], Template]) -> Template:
+        """The template of that key; `make` runs if it is not kept, for one caller at a time."""
+        with self._lock:
+            found = self._kept.get(key)
+            if found is None:
+                found = self._kept[key] = make()
+                self.n_made += 1
+            self._kept.move_to_end(key)
+            while len(self._kept) > self._capacity:
+                self._kept.popitem(last=False)
+            return found
+
+    def purge(self, key: Hashable) -> bool:
+        """Forget one; whoever is using it goes on. False if it was not kept."""
+        with self._lock:
+            return self._kept.pop(key, None) is not None

@@ -1,0 +1,272 @@
+// Chat templates, their parsers, and schema → grammar: llama-common's, with JSON text in and out.
+//
+// llama-common takes and gives nlohmann trees and C++ structs; the names in the JSON here are ours, except
+// messages, tools and parsed messages, which have the shape OpenAI gave them.
+
+#include "shim.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+#include "chat.h"
+#include "common.h"
+#include "json-schema-to-grammar.h"
+
+namespace {
+
+// Templates, schemas, parsers and JSON trees are walked by recursion: far below what a thread's stack holds.
+constexpr int MAX_NESTING = 256;
+
+std::atomic<int32_t> n_texts{0};
+
+char *give(const std::string &text, size_t *n) {
+    char *copy = static_cast<char *>(malloc(text.size() + 1));
+    if (copy == nullptr) {
+        throw std::bad_alloc();
+    }
+    memcpy(copy, text.data(), text.size());
+    copy[text.size()] = '\0';
+    *n = text.size();
+    n_texts.fetch_add(1);
+    return copy;
+}
+
+// Counts brackets wherever they stand, in strings too: deep is what could be deep.
+void check_nesting(const std::string &text, const char *what) {
+    int depth = 0;
+    for (const char c : text) {
+        if (c == '[' || c == '{' || c == '(') {
+            ++depth;
+        } else if ((c == ']' || c == '}' || c == ')') && depth > 0) {
+            --depth;
+        }
+        if (depth > MAX_NESTING) {
+            throw std::runtime_error(std::string(what) + " is nested deeper than " + std::to_string(MAX_NESTING));
+        }
+    }
+}
+
+// As above for JSON, whose strings may hold any number of brackets.
+void check_json_nesting(const std::string &text, const char *what) {
+    int depth = 0;
+    bool in_string = false;
+    for (size_t i = 0; i < text.size(); ++i) {
+        const char c = text[i];
+        if (in_string) {
+            i += c == '\\' ? 1 : 0;
+            in_string = c != '"';
+        } else if (c == '"') {
+            in_string = true;
+        } else if (c == '[' || c == '{') {
+            if (++depth > MAX_NESTING) {
+                throw std::runtime_error(std::string(what) + " is nested deeper than " + std::to_string(MAX_NESTING));
+            }
+        } else if (c == ']' || c == '}') {
+            --depth;
+        }
+    }
+}
+
+common_json parse_json(const char *text, size_t n, const char *what) {
+    const std::string copy(text, n);
+    check_json_nesting(copy, what);
+    return common_json::parse(copy);
+}
+
+common_chat_continuation continuation(const std::string &name) {
+    if (name == "content") {
+        return COMMON_CHAT_CONTINUATION_CONTENT;
+    }
+    if (name == "reasoning") {
+        return COMMON_CHAT_CONTINUATION_REASONING;
+    }
+    return name == "auto" ? COMMON_CHAT_CONTINUATION_AUTO : COMMON_CHAT_CONTINUATION_NONE;
+}
+
+common_chat_templates_inputs read_inputs(const common_json &given) {
+    common_chat_templates_inputs inputs;
+    inputs.messages = common_chat_msgs_parse_oaicompat(given.at("messages"));
+    if (given.contains("tools")) {
+        inputs.tools = common_chat_tools_parse_oaicompat(given.at("tools"));
+    }
+    if (given.contains("json_schema")) {
+        inputs.json_schema = given.at("json_schema").dump();
+    }
+    inputs.tool_choice = common_chat_tool_choice_parse_oaicompat(given.value("tool_choice", "auto"));
+    inputs.parallel_tool_calls = given.value("parallel_tool_calls", true);
+    inputs.add_generation_prompt = given.value("add_generation_prompt", true);
+    inputs.continue_final_message = continuation(given.value("continue_final_message", "none"));
+    inputs.reasoning_format = common_reasoning_format_from_name(given.value("reasoning_format", "auto"));
+    inputs.enable_thinking = given.value("enable_thinking", true);
+    if (given.contains("now_s")) {
+        inputs.now = std::chrono::system_clock::time_point(std::chrono::seconds(given.at("now_s").get<int64_t>()));
+    }
+    if (given.contains("template_kwargs")) {
+        for (const auto &entry : given.at("template_kwargs").items()) {
+            inputs.chat_template_kwargs[entry.key()] = entry.value().dump();
+        }
+    }
+    return inputs;
+}
+
+common_json triggers_json(const common_chat_params &params) {
+    common_json triggers = common_json::array();
+    for (const auto &trigger : params.grammar_triggers) {
+        triggers.push_back({{"type", static_cast<int>(trigger.type)}, {"value", trigger.value}});
+    }
+    return triggers;
+}
+
+common_json applied_json(const common_chat_params &params, const common_chat_templates_inputs &inputs) {
+    return {
+        {"prompt", params.prompt},
+        {"grammar", params.grammar},
+        {"grammar_lazy", params.grammar_lazy},
+        {"triggers", triggers_json(params)},
+        {"generation_prompt", params.generation_prompt},
+        {"supports_thinking", params.supports_thinking},
+        {"thinking_start", params.thinking_start_tag},
+        {"thinking_ends", params.thinking_end_tags},
+        {"preserved", params.preserved_tokens},
+        {"stops", params.additional_stops},
+        {"delimiters", params.message_delimiters.to_json()},
+        {"parser",
+         {
+             {"format", static_cast<int>(params.format)},
+             {"format_name", common_chat_format_name(params.format)},
+             {"generation_prompt", params.generation_prompt},
+             {"reasoning_format", common_reasoning_format_name(inputs.reasoning_format)},
+             {"arena", params.parser},
+         }},
+    };
+}
+
+// An answer that is not in its template's form is the caller's to report, and its text is nobody's to log.
+struct quiet_log {
+    quiet_log() {
+        log_quietly(true);
+    }
+    ~quiet_log() {
+        log_quietly(false);
+    }
+    quiet_log(const quiet_log &) = delete;
+    quiet_log &operator=(const quiet_log &) = delete;
+};
+
+}  // namespace
+
+struct el_chat {
+    common_chat_templates_ptr templates;
+};
+
+struct el_chat_parser {
+    common_chat_parser_params params;
+};
+
+void shim_text_free(char *text) {
+    if (text != nullptr) {
+        n_texts.fetch_sub(1);
+        free(text);
+    }
+}
+
+int32_t shim_text_count(void) {
+    return n_texts.load();
+}
+
+char *shim_vocab_special(const struct llama_vocab *vocab, size_t *n) {
+    constexpr int SPECIAL = LLAMA_TOKEN_ATTR_CONTROL | LLAMA_TOKEN_ATTR_USER_DEFINED | LLAMA_TOKEN_ATTR_UNKNOWN;
+    common_json found = common_json::array();
+    for (llama_token id = 0; id < llama_vocab_n_tokens(vocab); ++id) {
+        const int attr = llama_vocab_get_attr(vocab, id);
+        if ((attr & SPECIAL) != 0) {
+            const bool is_control = (attr & LLAMA_TOKEN_ATTR_USER_DEFINED) == 0;
+            found.push_back(common_json::array({id, common_token_to_piece(vocab, id, true), is_control}));
+        }
+    }
+    return give(found.dump_safe(), n);
+}
+
+char *shim_schema_to_grammar(const char *schema, size_t n_schema, size_t *n) {
+    return give(json_schema_to_grammar(parse_json(schema, n_schema, "the schema"), true), n);
+}
+
+struct el_chat *shim_chat_new(const struct llama_model *model, const char *text, const char *bos, const char *eos) {
+    const std::string source = text != nullptr ? text : "";
+    if (model == nullptr && source.empty()) {
+        throw std::invalid_argument("neither a model nor a template was given");  // llama-common asserts
+    }
+    check_nesting(source, "the template");
+    auto chat = std::make_unique<el_chat>();
+    chat->templates = common_chat_templates_init(model, source, bos != nullptr ? bos : "", eos != nullptr ? eos : "");
+    return chat.release();
+}
+
+void shim_chat_free(struct el_chat *chat) {
+    delete chat;
+}
+
+char *shim_chat_describe(const struct el_chat *chat, size_t *n) {
+    common_json caps = common_json::object();
+    for (const auto &cap : common_chat_templates_get_caps(chat->templates.get())) {
+        caps[cap.first] = cap.second;
+    }
+    const common_json described = {
+        {"source", common_chat_templates_source(chat->templates.get())},
+        {"tool_use_source", common_chat_templates_source(chat->templates.get(), "tool_use")},
+        {"explicit", common_chat_templates_was_explicit(chat->templates.get())},
+        {"caps", caps},
+    };
+    return give(described.dump_safe(), n);
+}
+
+char *shim_chat_apply(const struct el_chat *chat, const char *inputs, size_t n_inputs, size_t *n) {
+    const auto given = read_inputs(parse_json(inputs, n_inputs, "the conversation"));
+    const auto params = common_chat_templates_apply(chat->templates.get(), given);
+    return give(applied_json(params, given).dump_safe(), n);
+}
+
+struct el_chat_parser *shim_chat_parser_new(const char *applied, size_t n_applied) {
+    const auto given = common_json::parse(std::string(applied, n_applied));
+    auto parser = std::make_unique<el_chat_parser>();
+    const int format = given.at("format").get<int>();
+    if (format < 0 || format >= COMMON_CHAT_FORMAT_COUNT) {
+        throw std::invalid_argument("unknown chat format " + std::to_string(format));
+    }
+    auto &params = parser->params;
+    params.format = static_cast<common_chat_format>(format);
+    params.generation_prompt = given.value("generation_prompt", "");
+    params.reasoning_format = common_reasoning_format_from_name(given.value("reasoning_format", "auto"));
+    const std::string arena = given.value("arena", "");
+    if (!arena.empty()) {
+        params.parser.load(arena);
+    }
+    return parser.release();
+}
+
+void shim_chat_parser_free(struct el_chat_parser *parser) {
+    delete parser;
+}
+
+char *shim_chat_parse(const struct el_chat_parser *parser, const char *text, size_t n_text, bool is_partial, size_t *n) {
+    const std::string input(text, n_text);
+    check_nesting(input, "the answer");
+    const quiet_log quiet;
+    const auto message = common_chat_parse(input, is_partial, parser->params);
+    common_json calls = common_json::array();
+    for (const auto &call : message.tool_calls) {
+        calls.push_back({{"id", call.id}, {"name", call.name}, {"arguments", call.arguments}});
+    }
+    const common_json parsed = {
+        {"role", message.role},
+        {"content", message.content},
+        {"reasoning_content", message.reasoning_content},
+        {"tool_calls", calls},
+    };
+    return give(parsed.dump_safe(), n);
+}
