@@ -19,6 +19,12 @@ def usable_cpus() -> int:
     return n
 
 
+def busy_load() -> float | None:
+    """The machine's load average over the last minute if it is more than half its CPUs, else None."""
+    load, cpus = os.getloadavg()[0], os.cpu_count() or 1
+    return load if load > cpus / 2 else None
+
+
 def default_threads() -> int:
     """Physical cores, but never more than the usable CPUs."""
     import psutil  # 30 ms that `erllama --help` need not spend

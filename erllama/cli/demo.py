@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 import erllama
+from erllama.machine import busy_load
 
 from . import chart
 from .progress import bar, default_path, show_warnings
-from .warm_demo import HEADS, N_CTX, TIER, Row, cells, first_life, second_life
+from .warm_demo import HEADS, N_CTX, TIER, Row, cells, first_life, notes, second_life
 
 if TYPE_CHECKING:
     import argparse
@@ -62,6 +63,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 async def _demo() -> None:
     path = await default_path()
+    load = busy_load()
     with tempfile.TemporaryDirectory(prefix="erllama-demo-") as folder:
         rounds, rows, first = await _first_life(path, folder)
         rows.insert(AFTER_AGAIN, await second_life(path, folder, first))
@@ -69,6 +71,7 @@ async def _demo() -> None:
     chart.print_table(*_rounds_table(rounds))
     print()
     chart.print_table(HEADS, cells(rows))
+    print(notes(load))
     print()
     chart.print_bars("time to the first token", [(row.name, row.first_token_s) for row in rows])
 

@@ -112,12 +112,14 @@ def _read_stdin(arguments: argparse.Namespace) -> str:
 def stats_line(completion: Completion) -> str:
     """Tokens and speed of an answer, in one line."""
     stats = completion.stats
-    prefill = f"{stats.n_computed / stats.prefill_s:.0f} tokens/s" if stats.prefill_s else "no time"
+    # A time of none, as of a prompt that was all there, has no speed.
+    prefill = f" at {stats.n_computed / stats.prefill_s:.0f} tokens/s" if stats.prefill_s else ""
     n_decoded = max(stats.n_generated - 1, 0)  # the first token comes out of the prefill
-    decode = f"{n_decoded / stats.decode_s:.1f} tokens/s" if stats.decode_s else "no time"
+    decode = f" ({n_decoded / stats.decode_s:.1f} tokens/s)" if stats.decode_s else ""
+    read = f"{stats.n_cached} from the cache, {stats.n_computed} computed{prefill}"
     return (
-        f"prompt {stats.n_prompt} tokens ({stats.n_cached} from the cache, {prefill}), "
-        f"answer {stats.n_generated} tokens ({decode}), "
+        f"prompt {stats.n_prompt} tokens ({read}), "
+        f"answer {stats.n_generated} tokens{decode}, "
         f"first token after {stats.first_token_s:.2f} s, ended by {completion.finish_reason}, "
         f"seed {completion.seed}"
     )

@@ -188,7 +188,25 @@ def cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
             f"{row.n_computed:,}",
             ", ".join(row.sources) or "-",
             f"{row.first_token_s * 1000:,.0f} ms",
-            f"{row.tokens_per_s / rows[0].tokens_per_s:,.1f} x",
+            _factor(row.tokens_per_s / rows[0].tokens_per_s),
         )
         for row in rows
     ]
+
+
+def _factor(factor: float) -> str:
+    """With a decimal only where it means something."""
+    return f"{factor:,.0f} x" if factor >= 9.95 else f"{factor:.1f} x"
+
+
+def notes(load: float | None) -> str:
+    """What stands below the table. `load`: that of a machine which was busy when the demo began."""
+    said = (
+        f"{N_AGENTS} agents: tokens of all of them, and the wait until the last one's first token;\n"
+        "faster compares prompt tokens per second of waiting, so a longer wait may be faster."
+    )
+    if load is not None:
+        said += (
+            f"\nThe machine was busy when this began (load {load:.1f}): times and factors are worth little."
+        )
+    return said

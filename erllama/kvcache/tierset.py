@@ -119,8 +119,14 @@ class TierSet:
         Raises: `InvalidConfig` if the name or the folder is taken.
         """
         for state in self._states.values():
-            if state.tier.name == tier.name or state.tier.root.path == tier.root.path:
-                raise InvalidConfig(f"{tier!r} clashes with {state.tier!r}", detail={"key": "tiers"})
+            if state.tier.name == tier.name:
+                places = f"{state.tier.root.path} and {tier.root.path}"
+                why = f"tiers: two are named {tier.name!r}, at {places}; each needs a name of its own"
+                raise InvalidConfig(why, detail={"key": "tiers"})
+            if state.tier.root.path == tier.root.path:
+                names = f"{state.tier.name!r} and {tier.name!r}"
+                why = f"tiers: {names} have the same folder, {tier.root.path}; each needs one of its own"
+                raise InvalidConfig(why, detail={"key": "tiers"})
         rate = tier.options.max_write_bytes_per_s
         state = TierState(self._next_slot, tier, TokenBucket(rate, rate * 60, self._catalog.clock))
         self._next_slot += 1

@@ -54,16 +54,19 @@ def nodes_folder(path: str) -> str:
 
 
 def expand(paths: Iterable[str]) -> list[str]:
-    """Files, and all cache files of folders. Raises: FileNotFoundError."""
+    """Files, and all cache files of folders. Raises: FileNotFoundError, also if a folder is no cache."""
     found: list[str] = []
     for path in paths:
         if os.path.isdir(path):
             folder = nodes_folder(path)
-            found += [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if ".kvc" in name]
+            files = [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if ".kvc" in name]
+            if not files and folder == path:
+                raise FileNotFoundError(f"{path}: not a cache folder (no nodes/ and no .kvc files in it)")
+            found += files
         elif os.path.exists(path):
             found.append(path)
         else:
-            raise FileNotFoundError(path)
+            raise FileNotFoundError(f"{path}: no such file or folder")
     return found
 
 

@@ -1,15 +1,17 @@
 """`python -m erllama.tools.kvc`: look into, check and trim cache folders.
 
     kvc inspect PATH…   what is in files or folders; --tree for shared prefixes
-    kvc verify PATH…    every checksum and every link to a parent; exit code 1 if anything is wrong
+    kvc verify PATH…    every checksum and every link to a parent; exit code 1 if anything is wrong;
+                        --fix removes what is
     kvc stats PATH      sharing, sizes, reasons, hits
     kvc explain PATH PROMPT   what of a prompt would be reused, per model, and where and why it stops
     kvc gc PATH         remove what crashes left behind
     kvc prune PATH      remove by size, age or model, leaves first
     kvc sim LOG         replay a look-up log under other budgets
 
-All take --json. The first four only read; they may run beside a live store. gc and prune take the folder's
-removing lock, so a live store notices and goes on.
+All take --json. The first four only read (verify without --fix); they may run beside a live store. gc and
+prune take the folder's removing lock, so a live store notices and goes on. verify --fix wants the folder for
+itself.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter, defaultdict
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -38,17 +41,20 @@ from .explain import explain as explain_prompt
 from .folder import build_nodes, count_by, expand, nodes_folder, read_file
 from .preview import show_text
 from .prune import choose
+from .verify import find_wrong, is_in_use, remove_wrong
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from erllama.kvcache.kinds import PartKind
 
     from .asked import Asked
     from .explain import Explanation
-    from .folder import StoredFile
+    from .folder import StoredFile, StoredNode
+    from .verify import Wrong
 
 DAY_S = 86_400.0
+COLD = ', exact="cold"'
 
 
 class Misuse(Exception):
@@ -101,21 +107,41 @@ def inspect(args: argparse.Namespace) -> int:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Checksums, sizes, names, parents."""
-    files = [read_file(path, whole=True) for path in expand(args.paths)]
-    wrong = [{"path": file.path, "what": file.damage} for file in files if file.damage]
-    if len(files) > 1:
-        orphans = [node for node in build_nodes(files).values() if node.is_orphan]
-        wrong += [
-            {"path": file.path, "what": "orphan: a parent is missing"}
-            for node in orphans
-            for file in node.files.values()
-        ]
+    """Checksums, sizes, names, parents; with --fix what is wrong is removed."""
+    paths: list[str] = []
+    wrong: list[Wrong] = []
+    n_removed = 0
+    for path in args.paths:
+        found = expand([path])
+        paths += found
+        if args.fix:
+            bad, n = _fix(path)
+            wrong, n_removed = wrong + bad, n_removed + n
+    if not args.fix:
+        is_one_file = len(paths) == 1 and paths == args.paths
+        wrong = find_wrong([read_file(path, whole=True) for path in paths], parents=not is_one_file)
     if args.json:
-        print(json.dumps({"files": len(files), "wrong": wrong}))
+        rows = [{"path": item.path, "what": item.what} for item in wrong]
+        print(json.dumps({"files": len(paths), "wrong": rows} | ({"removed": n_removed} if args.fix else {})))
     else:
-        show.verdict(len(files), wrong)
-    return 1 if wrong else 0
+        show.verdict(len(paths), wrong, n_removed if args.fix else None)
+    return 1 if any(os.path.exists(item.path) for item in wrong) else 0
+
+
+def _fix(path: str) -> tuple[list[Wrong], int]:
+    """What was wrong in one folder, and how many files went."""
+    tier = _open(path)
+    tier.root.open()
+    try:
+        if tier.root.read_only:
+            raise PermissionError(f"{path}: cannot be written")
+        with tier.root.removing():
+            if is_in_use(tier.root):
+                raise Misuse(f"{path}: a running process uses this folder; end it first")
+            wrong = find_wrong([read_file(file, whole=True) for file in expand([path])])
+            return wrong, remove_wrong(tier.root, wrong) if wrong else 0
+    finally:
+        tier.close()
 
 
 def stats(args: argparse.Namespace) -> int:
@@ -129,13 +155,14 @@ def stats(args: argparse.Namespace) -> int:
         "bytes": sum(file.n_bytes for file in files),
         "nodes": len(nodes),
         "tokens": sum(len(node.meta.tokens) for node in nodes.values()),
-        "models": len({node.meta.identity.shape_hash for node in nodes.values()}),
+        "models": count_models(nodes.values()),
         "conversations": sum(1 for node in nodes.values() if not node.children),
         "bytes_if_nothing_were_shared": unshared_bytes(nodes.values()),
         "branching_nodes": len(shared),
         "damaged": sum(1 for file in files if file.damage),
         "orphans": sum(1 for node in nodes.values() if node.is_orphan),
         "hits": round(sum(n for n, _ in hits.values()), 1),
+        "bytes_by_model": bytes_by_model(nodes.values()),
         "bytes_by_kind": dict(count_by(files, "kind")),
         "bytes_by_reason": dict(count_by(files, "reason")),
     }
@@ -144,6 +171,41 @@ def stats(args: argparse.Namespace) -> int:
     else:
         show.totals(totals)
     return 0
+
+
+def count_models(nodes: Collection[StoredNode]) -> int:
+    """Shapes; those of `exact="cold"` only where the model has no other."""
+    plain = {(_model(node), node.meta.identity.shape_hash) for node in nodes if not _is_cold(node)}
+    cold = {_model(node) for node in nodes if _is_cold(node)}
+    return len(plain) + len(cold - {name for name, _ in plain})
+
+
+def bytes_by_model(nodes: Collection[StoredNode]) -> dict[str, int]:
+    """Bytes by model file, one that is stored in several shapes by its shapes.
+
+    What `exact="cold"` requests stored is a line of its own, of the same model: it has trees of its own.
+    """
+    shapes: dict[str, set[bytes]] = defaultdict(set)
+    for node in nodes:
+        if not _is_cold(node):
+            shapes[_model(node)].add(node.meta.identity.shape_hash)
+    counts: Counter[str] = Counter()
+    for node in nodes:
+        name = _model(node)
+        if _is_cold(node):
+            name += COLD
+        elif len(shapes[name]) > 1:
+            name += f" {node.meta.identity.shape_hash.hex()[:12]}"
+        counts[name] += node.n_bytes
+    return dict(counts)
+
+
+def _is_cold(node: StoredNode) -> bool:
+    return node.meta.facts.get("exact") == "cold"
+
+
+def _model(node: StoredNode) -> str:
+    return str(node.meta.facts.get("model") or node.meta.identity.shape_hash.hex()[:12])
 
 
 def unshared_bytes(nodes: Any) -> int:
@@ -234,6 +296,8 @@ def gc(args: argparse.Namespace) -> int:
 
 def prune(args: argparse.Namespace) -> int:
     """Remove nodes until the conditions hold."""
+    if args.max_bytes is None and args.older_than is None and args.shape is None:
+        raise Misuse("prune: give a limit: --max-bytes, --older-than or --shape")
     tier = _open(args.path)
     nodes = build_nodes(read_file(path) for path in expand([args.path]))
     chosen = choose(
@@ -283,10 +347,19 @@ def sim(args: argparse.Namespace) -> int:
 
 def _open(path: str) -> FileTier:
     """A tier on an existing folder. Raises: FileNotFoundError, so that a typing error creates nothing."""
-    folder = nodes_folder(path)
-    if folder == path:
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"{path}: no such folder")
+    if nodes_folder(path) == path:
         raise FileNotFoundError(f"{path}: not a cache folder (it has no nodes/ in it)")
     return _tier(path)
+
+
+def size(text: str) -> int:
+    """A number of bytes, for argparse."""
+    try:
+        return parse_bytes(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write it as 500M or 20G") from None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -307,7 +380,12 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--tree", action="store_true", help="show shared prefixes as a tree")
     sub = command(verify, "check every checksum, size, name and parent")
     sub.add_argument("paths", nargs="+", metavar="PATH")
-    sub = command(stats, "show sharing, sizes, reasons and hits of a folder")
+    sub.add_argument(
+        "--fix",
+        action="store_true",
+        help="remove what is wrong and what hangs behind it; only while no process uses the folder",
+    )
+    sub = command(stats, "show sharing, sizes, reasons and hits (of blocks) of a folder")
     sub.add_argument("path", metavar="PATH")
     sub = command(explain, "what of a prompt would be reused, and where and why it stops")
     sub.epilog = (
@@ -327,15 +405,13 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("path", metavar="PATH")
     sub = command(prune, "remove nodes by size, age or model, leaves first")
     sub.add_argument("path", metavar="PATH")
-    sub.add_argument("--max-bytes", type=parse_bytes, help="keep at most this much, least recently used goes")
+    sub.add_argument("--max-bytes", type=size, help="keep at most this much, least recently used goes")
     sub.add_argument("--older-than", type=float, metavar="DAYS", help="remove what was not used for so long")
     sub.add_argument("--shape", help="remove everything of one model shape (a prefix of its hash)")
     sub.add_argument("--dry-run", action="store_true", help="only say what would go")
     sub = command(sim, "replay a look-up log under other budgets")
     sub.add_argument("log", metavar="LOG")
-    sub.add_argument(
-        "--max-bytes", type=parse_bytes, nargs="+", required=True, help="budgets, as 500M or 20G"
-    )
+    sub.add_argument("--max-bytes", type=size, nargs="+", required=True, help="budgets, as 500M or 20G")
     return made
 
 
@@ -346,7 +422,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         return int(args.run(args))
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, Misuse) as no:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as no:
+        print(f"kvc: {no.filename}: {no.strerror}" if no.filename else f"kvc: {no}", file=sys.stderr)
+    except Misuse as no:
         print(f"kvc: {no}", file=sys.stderr)
     except TierBusy:
         print("kvc: another process is removing files there; try again", file=sys.stderr)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -21,12 +24,35 @@ if TYPE_CHECKING:
     from .asked import Asked
     from .explain import Explanation
     from .folder import StoredFile, StoredNode
+    from .verify import Wrong
 
 _TREE_DEPTH = 400  # rich draws recursively; a longer chain is cut and says so
+_WIDE = 160  # columns where there is no terminal: nothing but long text is cut
+_MIN_TEXT = 16  # columns that text gets at least; a narrower terminal wraps the line
 
 
 def _console() -> Console:
-    return Console(soft_wrap=False)
+    return Console() if sys.stdout.isatty() else Console(width=_WIDE)
+
+
+def _print_listing(heads: Sequence[str], rows: Sequence[tuple[Sequence[str], bytes | str]]) -> None:
+    """Columns as wide as what is in them, and behind them text in the room that is left.
+
+    `heads`: a ">" in front aligns to the right. Text is key bytes, which are cut in the middle, or a message.
+    """
+    made = Table(box=None, pad_edge=False)
+    taken = 0
+    for i, head in enumerate(heads):
+        name = head.removeprefix(">")
+        width = max([len(name), *(cell_len(cells[i]) for cells, _ in rows)])
+        made.add_column(name, justify="right" if head != name else "left", no_wrap=True, min_width=width)
+        taken += width + 2
+    room = max(_MIN_TEXT, _console().width - taken)
+    made.add_column("text", no_wrap=True, overflow="ellipsis", max_width=room)
+    for cells, text in rows:
+        shown = Text(show_text(text, room)) if isinstance(text, bytes) else Text(text, style="red")
+        made.add_row(*map(Text, cells), shown)
+    Console(width=taken + room).print(made)
 
 
 def _ago(seconds: float) -> str:
@@ -40,7 +66,10 @@ def _ago(seconds: float) -> str:
 def one(facts: dict[str, Any]) -> None:
     """Everything about one file."""
     table = Table.grid(padding=(0, 2))
+    print(f"{'path':<{max(map(len, facts))}}  {facts['path']}")  # never wrapped
     for key, value in facts.items():
+        if key == "path":
+            continue
         if key == "tokens":
             value = f"{' '.join(map(str, value[:24]))}{' …' if len(value) > 24 else ''}"
         elif key.endswith("bytes") and isinstance(value, int):
@@ -51,32 +80,18 @@ def one(facts: dict[str, Any]) -> None:
 
 def table(files: Sequence[StoredFile]) -> None:
     """One line per file, and totals."""
-    made = Table(box=None, pad_edge=False)
-    for name, justify in (("name", "left"), ("part", "left"), ("tokens", "right"), ("size", "right")):
-        made.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]  # two literals
-    for name in ("reason", "used", "text"):
-        made.add_column(name, no_wrap=True, overflow="ellipsis")
+    rows: list[tuple[Sequence[str], bytes | str]] = []
     for file in files:
+        size, used = show_bytes(file.n_bytes), _ago(file.mtime)
         if file.header is None or file.meta is None:
-            damaged = Text(file.path.rsplit("/", 1)[-1][:16], style="red")
-            made.add_row(
-                damaged, "", "", show_bytes(file.n_bytes), "", _ago(file.mtime), Text(str(file.damage))
-            )
+            rows.append(((os.path.basename(file.path)[:12], "", "", size, "", used), str(file.damage)))
             continue
-        meta = file.meta
+        meta, header = file.meta, file.header
         span = f"{meta.start}-{meta.start + len(meta.tokens)}"
-        made.add_row(
-            meta.name.hex()[:12],
-            file.header.kind.name.lower(),
-            span,
-            show_bytes(file.n_bytes),
-            file.header.reason.name.lower(),
-            _ago(file.mtime),
-            Text(show_text(meta.text, 60)),
-        )
-    console = _console()
-    console.print(made)
-    console.print(f"{len(files)} files, {show_bytes(sum(file.n_bytes for file in files))}")
+        cells = (meta.name.hex()[:12], header.kind.name.lower(), span, size, header.reason.name.lower(), used)
+        rows.append((cells, meta.text))
+    _print_listing(("name", "part", ">tokens", ">size", "reason", "used"), rows)
+    print(f"{len(files)} files, {show_bytes(sum(file.n_bytes for file in files))}")
 
 
 def tree(nodes: dict[bytes, StoredNode]) -> None:
@@ -102,10 +117,10 @@ def _run_label(node: StoredNode) -> Text:
     text = (" … " if len(run) > 2 else "").join(ends)
     end = run[-1].meta.start + len(run[-1].meta.tokens)
     parts = f"{node.meta.start}-{end}  {show_bytes(sum(n.n_bytes for n in run))}"
-    label = Text(parts, style="red" if node.is_orphan else "bold")
-    label.append(f"  {text}", style="dim")
+    label = Text(parts, style="red" if node.is_orphan else "bold", no_wrap=True, overflow="ellipsis")
     if node.is_orphan:
         label.append("  orphan", style="red")
+    label.append(f"  {text}", style="dim")
     return label
 
 
@@ -120,12 +135,14 @@ def _grow(shown: Tree, top: StoredNode) -> None:
         todo += [(branch.add(_run_label(child)), _run(child)[-1], depth + 1) for child in children]
 
 
-def verdict(n_files: int, wrong: Sequence[dict[str, Any]]) -> None:
-    """What `verify` found."""
+def verdict(n_files: int, wrong: Sequence[Wrong], n_removed: int | None) -> None:
+    """What `verify` found, and with --fix how many files went."""
     console = _console()
-    for item in wrong:
-        console.print(Text(f"{item['path']}: {item['what']}", style="red"))
-    console.print(f"{n_files} files, {len(wrong)} wrong" if wrong else f"{n_files} files, all clean")
+    for item in wrong:  # a path is one word, whatever the width
+        console.print(Text(f"{item.path}: {item.what}", style="red"), soft_wrap=True)
+    found = f"{len(wrong)} wrong" if wrong else "all clean"
+    removed = "" if n_removed is None else f", {n_removed} removed (damaged ones are kept in quarantine/)"
+    print(f"{n_files} files, {found}{removed if n_removed else ''}")
 
 
 def explained(found: Sequence[Explanation], asked: Asked) -> None:
@@ -133,14 +150,12 @@ def explained(found: Sequence[Explanation], asked: Asked) -> None:
     console = _console()
     if not found:
         console.print("nothing is stored here")
+    telling = _telling(found)
     for e in found:
-        facts = "".join(f", {key} {str(value)[:24]}" for key, value in sorted(e.facts.items()))
-        salted = ", salted" if e.identity.salt else ""
-        head = f"model {e.identity.shape_hash.hex()[:12]}  (n_ctx {e.identity.n_ctx}{facts}{salted})"
-        console.print(Text(f"{head}  {e.n_nodes} nodes", style="bold"))
+        console.print(Text(_heading(e, telling), style="bold"), soft_wrap=True)
         if e.path or e.partial is not None:
-            console.print(_explained_path(e))
-        matched = f"{e.n_matched} of {len(asked)} {asked.unit}s match, {_usable(e)}"
+            _print_path(e)
+        matched = f"{e.n_matched} of {len(asked)} {asked.unit}s match; {_usable(e)}"
         console.print(Text(matched), Text(f"{e.stop.why}: {e.stop.message}"), sep="\n")
         if e.stop.stored or e.stop.asked:
             console.print(Text(f"  stored {e.stop.stored}"), Text(f"  asked  {e.stop.asked}"), sep="\n")
@@ -149,29 +164,39 @@ def explained(found: Sequence[Explanation], asked: Asked) -> None:
             console.print(Text(f"control tokens taken as equal: {taken}", style="dim"))
 
 
+def _telling(found: Sequence[Explanation]) -> list[str]:
+    """The facts in which the models of a folder differ: which build, host or exactness each is of."""
+    keys = sorted({key for e in found for key in e.facts} - {"model"})
+    return [key for key in keys if len({str(e.facts.get(key)) for e in found}) > 1]
+
+
+def _heading(e: Explanation, telling: Sequence[str]) -> str:
+    shape = e.identity.shape_hash.hex()[:12]
+    name = f"{e.facts['model']}  {shape}" if "model" in e.facts else shape
+    facts = "".join(f", {key} {str(e.facts[key])[:24]}" for key in telling if key in e.facts)
+    salted = ", salted" if e.identity.salt else ""
+    n_nodes = "1 node" if e.n_nodes == 1 else f"{e.n_nodes} nodes"
+    return f"model {name}  (n_ctx {e.identity.n_ctx}{facts}{salted}, {n_nodes})"
+
+
 def _usable(e: Explanation) -> str:
-    more = " and part of the next block" if e.is_inside else ""
-    return f"{e.n_usable} tokens{more} could be restored"
+    """What could be restored; how many tokens of a block are text alone cannot tell."""
+    blocks = f"{e.n_usable} tokens" if e.n_usable else ""
+    if e.is_inside:
+        blocks = f"{blocks} and part of the next block" if blocks else "part of the first block"
+    return f"{blocks or 'nothing'} could be restored"
 
 
-def _explained_path(e: Explanation) -> Table:
-    made = Table(box=None, pad_edge=False)
-    for name, justify in (("tokens", "right"), ("shared", "right"), ("parts", "left")):
-        made.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]  # two literals
-    for name in ("used", "text"):
-        made.add_column(name, no_wrap=True, overflow="ellipsis")
+def _print_path(e: Explanation) -> None:
+    rows: list[tuple[Sequence[str], bytes | str]] = []
     for node in (*e.path, *((e.partial,) if e.partial is not None else ())):
         n = len(node.meta.tokens)
         shared = n if node is not e.partial else e.n_shared
+        span = f"{node.meta.start}-{node.meta.start + n}"
         parts = ", ".join(f"{k.name.lower()} {show_bytes(f.n_bytes)}" for k, f in sorted(node.files.items()))
-        made.add_row(
-            f"{node.meta.start}-{node.meta.start + n}",
-            "in part" if shared is None else str(shared),
-            parts,
-            _ago(max(file.mtime for file in node.files.values())),
-            Text(show_text(node.meta.text, 40)),
-        )
-    return made
+        used = _ago(max(file.mtime for file in node.files.values()))
+        rows.append(((span, "in part" if shared is None else str(shared), parts, used), node.meta.text))
+    _print_listing((">tokens", ">shared", "parts", "used"), rows)
 
 
 def totals(facts: dict[str, Any]) -> None:
@@ -179,10 +204,10 @@ def totals(facts: dict[str, Any]) -> None:
     made = Table.grid(padding=(0, 2))
     for key, value in facts.items():
         if isinstance(value, dict):
-            shown = ", ".join(f"{name} {show_bytes(n)}" for name, n in sorted(value.items()))
+            shown = "\n".join(f"{name} {show_bytes(n)}" for name, n in sorted(value.items()))
         else:
             shown = show_bytes(value) if key.startswith("bytes") else str(value)
-        made.add_row(Text(key.replace("_", " "), style="bold"), shown)
+        made.add_row(Text(key.replace("_", " "), style="bold"), Text(shown))
     _console().print(made)
 
 

@@ -11,6 +11,7 @@ import erllama
 from erllama.cli import chart, demo, warm_demo
 from erllama.cli.demo_text import house_rules
 from erllama.cli.second_life import Answer
+from erllama.machine import busy_load
 from erllama.types import Stats
 
 CELLS = re.compile(r"  +")
@@ -54,6 +55,7 @@ def test_the_demo_answers_and_compares(erllama_command, monkeypatch, smollm2_pat
     n_agents, n_shared, _ = named["8 agents, one head"]
     assert n_agents > 8 * n_prompt * 0.95
     assert n_shared < 2 * n_prompt
+    assert "8 agents: tokens of all of them" in said.out
     bars = rows_below(said.out, "time to the first token", 6)
     assert all(re.match(r"#+ [\d.]+ m?s", bar[1]) for bar in bars)
 
@@ -67,6 +69,24 @@ def test_a_row_adds_up_what_the_engine_counted():
     row = warm_demo.Row.of("three", answers)
     assert row == warm_demo.Row("three", 30, 13, 2.0, ("disk", "memory"))
     assert warm_demo.cells([row])[0][-1] == "1.0 x"
+
+
+def test_factors_have_no_decimals_that_mean_nothing():
+    """One decimal below ten, none from there on."""
+    rows = [
+        warm_demo.Row(name, 1000, 0, s) for name, s in (("cold", 10.0), ("a", 2.5), ("b", 1.0), ("c", 0.004))
+    ]
+    assert [row[-1] for row in warm_demo.cells(rows)] == ["1.0 x", "4.0 x", "10 x", "2,500 x"]
+
+
+def test_a_busy_machine_is_told_below_the_table(monkeypatch):
+    """A load above half the CPUs is named; a quiet machine is not."""
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr("os.getloadavg", lambda: (2.0, 9.0, 9.0))
+    assert busy_load() is None
+    assert "busy" not in warm_demo.notes(busy_load())
+    monkeypatch.setattr("os.getloadavg", lambda: (2.1, 0.0, 0.0))
+    assert "busy when this began (load 2.1)" in warm_demo.notes(busy_load())
 
 
 def test_the_prompt_is_varied_and_changes_where_it_should():

@@ -556,8 +556,10 @@ async def test_removing_a_tier_flushes_and_keeps_the_files(tmp_path: pathlib.Pat
         await b.store.add_tier(DiskTier("kv", str(tmp_path), 1 << 20))
         assert await b.read(CHAT) == 14
         await b.settle()
-        with pytest.raises(InvalidConfig):
+        with pytest.raises(InvalidConfig, match="'kv' and 'other' have the same folder"):
             await b.store.add_tier(DiskTier("other", str(tmp_path)))
+        with pytest.raises(InvalidConfig, match=r"two are named 'kv'.* needs a name of its own"):
+            await b.store.add_tier(DiskTier("kv", str(tmp_path / "b")))
 
 
 @pytest.mark.parametrize(

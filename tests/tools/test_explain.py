@@ -123,7 +123,7 @@ def test_both_sides_of_a_difference(folder: pathlib.Path, capsys: pytest.Capture
     assert "differs_at: at byte 7" in shown
     assert "stored efg|h" in shown
     assert "asked  abcdefg|Xijkl" in shown
-    assert "fingerprint ffff" in shown
+    assert "could be restored" in shown
 
 
 @pytest.mark.parametrize(
@@ -169,6 +169,7 @@ def test_what_cannot_be_told(
 
 def test_an_empty_folder_holds_nothing(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No model, exit code 1."""
+    (tmp_path / "nodes").mkdir()
     assert ask(capsys, tmp_path, "a") == []
     assert main(["explain", str(tmp_path), "a"]) == 1
     assert "nothing is stored here" in capsys.readouterr().out
@@ -238,7 +239,7 @@ def test_part_of_a_block_counts_where_memory_can_be_cut(
         write(root, [([0, 1, 2, 3], kinds)])
         assert main(["explain", str(root), "abX"]) == code
         shown = capsys.readouterr().out
-        assert ("0 tokens and part of the next block could be restored" in shown) is (code == 0)
+        assert ("part of the first block could be restored" in shown) is (code == 0)
 
 
 def test_a_block_between_is_gone(folder: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,10 +13,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 import trio
+from kvcache.nodes import IDENTITY
 from kvcache.stores import PART_BYTES, Clock, bench
+from rich.cells import cell_len
 
-from erllama.kvcache.key import control_piece
-from erllama.kvcache.kinds import PartKind
+from erllama.kvcache.key import Identity, control_piece
+from erllama.kvcache.kinds import ROOT_NAME, PartKind
+from erllama.kvcache.store import Draft
 from erllama.tools.kvc import main
 from erllama.tools.preview import show_text
 
@@ -104,6 +109,230 @@ def test_stats(folder: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None
     assert totals["bytes_by_reason"] == {"cold": totals["bytes"]}
     assert main(["stats", str(folder)]) == 0
     assert "bytes by kind" in capsys.readouterr().out
+
+
+def paths_by_start(capsys: pytest.CaptureFixture[str], folder: pathlib.Path) -> dict[int, str]:
+    rows = run_json(capsys, "inspect", str(folder))
+    assert isinstance(rows, list)
+    return {row["start"]: row["path"] for row in rows}
+
+
+def flip(path: str) -> None:
+    with open(path, "r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        last = file.read(4)
+        file.seek(-4, os.SEEK_END)
+        file.write(bytes(byte ^ 0xFF for byte in last))
+
+
+def test_what_hangs_behind_a_damaged_node(folder: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One damaged file, and children that are whole but of no use; a missing parent is another thing."""
+    flip(paths_by_start(capsys, folder)[4])
+    report = run_json(capsys, "verify", str(folder))
+    assert isinstance(report, dict)
+    assert sorted(item["what"] for item in report["wrong"]) == [
+        "payload: checksum",
+        *3 * ["unusable: a block before it is damaged"],
+        "unusable: its parent is damaged",
+    ]
+    os.unlink(paths_by_start(capsys, folder)[4])
+    report = run_json(capsys, "verify", str(folder))
+    assert isinstance(report, dict)
+    assert sorted(item["what"] for item in report["wrong"]) == [
+        *3 * ["orphan: a block before it is missing"],
+        "orphan: its parent is missing",
+    ]
+
+
+def test_an_orphan_that_is_left_alone(folder: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The only file of a folder has a parent as well; a file that is named alone is not asked for one."""
+    paths = paths_by_start(capsys, folder)
+    for path in (folder / "nodes").iterdir():
+        if str(path) != paths[4]:
+            path.unlink()
+    assert main(["verify", paths[4]]) == 0
+    assert main(["verify", str(folder)]) == 1
+    assert "orphan: its parent is missing" in capsys.readouterr().out
+    assert main(["verify", "--fix", str(folder)]) == 0
+    assert list((folder / "nodes").iterdir()) == []
+
+
+def test_verify_fix(folder: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Damage goes to quarantine, what hangs behind it and leftovers go; the rest is clean."""
+    flip(paths_by_start(capsys, folder)[4])
+    assert main(["gc", str(folder)]) == 0  # reads heads only
+    (folder / "nodes" / f"{'0' * 64}.base.kvc.0000000000000000.tmp").write_bytes(b"x" * 100)
+    report = run_json(capsys, "verify", "--fix", str(folder))
+    assert isinstance(report, dict)
+    assert (report["files"], len(report["wrong"]), report["removed"]) == (7, 6, 6)
+    assert len(list((folder / "quarantine").iterdir())) == 1
+    assert list(paths_by_start(capsys, folder)) == [0]
+    assert main(["verify", str(folder)]) == 0
+    assert main(["verify", "--fix", str(folder)]) == 0
+
+    async def fill() -> None:
+        async with bench(folder, clock=Clock(time.time())) as b:
+            assert await b.read([*range(12)]) == 4
+            await b.save_path([*range(12)], tier="kv", kinds=(PartKind.BASE,))
+            await b.settle()
+
+    trio.run(fill)
+
+
+async def test_verify_fix_wants_the_folder_alone(
+    folder: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While a store has the folder open nothing is removed, and the answer says why."""
+    flip(paths_by_start(capsys, folder)[4])
+    before = sorted((folder / "nodes").iterdir())
+    async with bench(folder, clock=Clock(time.time())):
+        assert main(["verify", "--fix", str(folder)]) == 2
+    assert "a running process uses this folder" in capsys.readouterr().err
+    assert sorted((folder / "nodes").iterdir()) == before
+    assert main(["verify", "--fix", str(folder)]) == 0
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "stats", "explain"])
+def test_a_folder_that_is_no_cache(
+    command: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is an error, not an empty cache."""
+    (tmp_path / "notes.txt").write_text("x")
+    assert main([command, str(tmp_path), *(["a prompt"] if command == "explain" else [])]) == 2
+    assert "not a cache folder" in capsys.readouterr().err
+
+
+def test_cold_is_the_same_model(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`exact="cold"` has trees of its own: a line of its own, and no model more."""
+    facts = {"model": "some.gguf", "host": "here"}
+    plain = Identity(shape_hash=b"a" * 32, n_ctx=2048, facts=facts)
+    cold = Identity(shape_hash=b"b" * 32, n_ctx=2048, facts={**facts, "exact": "cold"})
+    fill_models(tmp_path, plain, cold)
+    totals = run_json(capsys, "stats", str(tmp_path))
+    assert isinstance(totals, dict)
+    assert totals["models"] == 1
+    assert sorted(totals["bytes_by_model"]) == ["some.gguf", 'some.gguf, exact="cold"']
+    assert sum(totals["bytes_by_model"].values()) == totals["bytes"]
+    assert main(["explain", str(tmp_path), "abcd"]) == 0
+    heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("model ")]
+    assert sorted(heads) == [
+        "model some.gguf  616161616161  (n_ctx 2048, 1 node)",
+        "model some.gguf  626262626262  (n_ctx 2048, exact cold, 1 node)",
+    ]
+
+
+def test_models_of_one_name_have_their_shapes(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two shapes of one file are two models, told apart by their hashes."""
+    facts = {"model": "some.gguf"}
+    fill_models(tmp_path, *(Identity(shape_hash=x * 32, n_ctx=2048, facts=facts) for x in (b"a", b"b")))
+    totals = run_json(capsys, "stats", str(tmp_path))
+    assert isinstance(totals, dict)
+    assert totals["models"] == 2
+    assert set(totals["bytes_by_model"]) == {"some.gguf 616161616161", "some.gguf 626262626262"}
+
+
+def fill_models(root: pathlib.Path, *identities: Identity) -> None:
+    """One block "abcd" of each."""
+
+    async def fill() -> None:
+        async with bench(root, clock=Clock(time.time())) as b:
+            for identity in identities:
+                buffer = await b.store.buffer(100)
+                assert buffer is not None
+                parts = {PartKind.BASE: buffer}
+                await b.store.save(
+                    Draft(
+                        identity=identity,
+                        tokens=[0, 1, 2, 3],
+                        parts=parts,
+                        parent=ROOT_NAME,
+                        start=0,
+                        text=b"abcd",
+                    ),
+                    tier="kv",
+                )
+            await b.store.flush()
+
+    trio.run(fill)
+
+
+def test_long_text_leaves_room_for_the_rest(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal of 80 columns names, ranges, sizes and ages are whole, and text gets what is left."""
+    texts = [b"The keeper writes down who comes and goes. " * 9, "灯台守".encode() * 60]
+
+    async def fill() -> None:
+        async with bench(tmp_path, clock=Clock(time.time())) as b:
+            for i, text in enumerate(texts):
+                buffer = await b.store.buffer(100)
+                assert buffer is not None
+                parts = {PartKind.BASE: buffer}
+                await b.store.save(
+                    Draft(
+                        identity=IDENTITY, tokens=[i] * 4, parts=parts, parent=ROOT_NAME, start=0, text=text
+                    ),
+                    tier="kv",
+                )
+            await b.store.flush()
+
+    trio.run(fill)
+    names = [path.name[:12] for path in (tmp_path / "nodes").iterdir()]
+    assert main(["inspect", str(tmp_path)]) == 0
+    piped = capsys.readouterr().out
+    assert max(cell_len(line.rstrip()) for line in piped.splitlines()) > 120
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    for command in (["inspect", str(tmp_path)], ["explain", str(tmp_path), "The keeper"]):
+        capsys.readouterr()
+        assert main(command) == 0
+        shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+        assert max(map(cell_len, shown.splitlines())) <= 80
+        assert "s ago" in shown
+        assert "The keeper" in shown
+        if command[0] == "inspect":
+            assert all(name in shown for name in names)
+    monkeypatch.setenv("COLUMNS", "30")
+    assert main(["inspect", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in names)
+
+
+def test_paths_are_never_wrapped(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path stays one word on any terminal."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "40")
+    path = tmp_path / ("a rather long name " * 6) / f"{'0' * 64}.base.kvc"
+    path.parent.mkdir()
+    path.write_bytes(b"no")
+    assert main(["verify", str(path)]) == 1
+    assert f"{path}: size" in capsys.readouterr().out
+    assert main(["inspect", str(path)]) == 0
+    assert str(path) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["stats", "/nowhere"], "/nowhere: no such file or folder"),
+        (["prune", "FOLDER"], "give a limit: --max-bytes, --older-than or --shape"),
+        (["prune", "FOLDER", "--max-bytes", "5X"], "'5X' is no size; write it as 500M or 20G"),
+    ],
+)
+def test_mistakes_are_named(
+    argv: list[str], said: str, folder: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is wrong and what to write instead; nothing is removed."""
+    with contextlib.suppress(SystemExit):  # argparse's own way out
+        assert main([str(folder) if word == "FOLDER" else word for word in argv]) == 2
+    assert said in capsys.readouterr().err
+    assert len(list((folder / "nodes").iterdir())) == 6
 
 
 def test_gc_removes_leftovers(folder: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
