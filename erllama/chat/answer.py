@@ -78,7 +78,9 @@ class Answer:
         self._parser = llama.ChatParser(params.applied.parser)
         self._text = ""
         self._parsed_at = 0
-        self._read: dict[str, Any] = dict(NOTHING)  # the last that could be read, and how much of the text it was
+        self._read: dict[str, Any] = dict(
+            NOTHING
+        )  # the last that could be read, and how much of the text it was
         self._read_to = 0
         self._calls: list[_Call] = []
         self.parse_s = 0.0

@@ -62,9 +62,13 @@ def schema_text(schema: object) -> str:
 def _convert(text: str) -> tuple[str, dict[str, Any]]:
     canonical, _ = canonical_schema(json.loads(text))
     grammar = sealed(llama.schema_to_grammar(canonical))
-    renamed = set(re.findall(r"^(root\d+) ::=", grammar, re.MULTILINE)) - canonical.get("properties", {}).keys()
+    renamed = (
+        set(re.findall(r"^(root\d+) ::=", grammar, re.MULTILINE)) - canonical.get("properties", {}).keys()
+    )
     if renamed:
-        raise InvalidGrammar("json_schema: the converter takes another rule for its root", detail={"path": "#"})
+        raise InvalidGrammar(
+            "json_schema: the converter takes another rule for its root", detail={"path": "#"}
+        )
     for pattern in _patterns(canonical):
         check_pattern(pattern)
     _check(grammar)

@@ -46,9 +46,7 @@ class Markup:
         """
         kept = tuple(spared)
         whole = "".join(parts)
-        cuts = deque(
-            at + 1 for at in self.places(whole) if not (kept and whole.startswith(kept, at))
-        )
+        cuts = deque(at + 1 for at in self.places(whole) if not (kept and whole.startswith(kept, at)))
         made: list[str] = []
         begin = 0
         for part in parts:

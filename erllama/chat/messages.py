@@ -121,7 +121,10 @@ class _Checker:
             raise self._fail(f"{where}: its function has no name")
         made: dict[str, Any] = {
             "type": "function",
-            "function": {"name": self._text(function["name"], f"{where}: its name"), "arguments": self._arguments(function, where)},
+            "function": {
+                "name": self._text(function["name"], f"{where}: its name"),
+                "arguments": self._arguments(function, where),
+            },
         }
         if call.get("id") is not None:
             made["id"] = self._text(call["id"], f"{where}: id")

@@ -207,7 +207,11 @@ class Renderer:
         applied, words = params.applied, self._vocabulary
         lazy = applied.grammar_lazy and not own_grammar
         span = None
-        if applied.thinking_ends and applied.thinking_start and (lazy or (thinking_budget is not None and not own_grammar)):
+        if (
+            applied.thinking_ends
+            and applied.thinking_start
+            and (lazy or (thinking_budget is not None and not own_grammar))
+        ):
             ends = tuple(words.ids(end) for end in applied.thinking_ends)
             span = ThinkingSpan(
                 start=words.ids(applied.thinking_start), ends=ends, forced=ends[0], budget=thinking_budget
@@ -229,7 +233,9 @@ class Renderer:
         for kind, text in applied.triggers:
             if kind == WORD:
                 ids = self._vocabulary.ids(text)
-                if len(ids) == 1:  # no pattern beside it: each is searched for in all of the answer, token by token
+                if (
+                    len(ids) == 1
+                ):  # no pattern beside it: each is searched for in all of the answer, token by token
                     tokens.append(ids[0])
                 else:
                     patterns.append(re.sub(r"([.^$|()*+?\[\]{}\\])", r"\\\1", text))

@@ -104,7 +104,8 @@ class _Writer:
         self._n_nodes += 1
         if self._n_nodes > MAX_NODES:
             raise InvalidGrammar(
-                f"json_schema, {path}: more than {MAX_NODES} schemas come out of this one", detail={"path": path}
+                f"json_schema, {path}: more than {MAX_NODES} schemas come out of this one",
+                detail={"path": path},
             )
         if depth > MAX_DEPTH:
             raise InvalidGrammar(
@@ -141,7 +142,9 @@ class _Writer:
 
     def _shaped(self, schema: Mapping[str, Json], path: str) -> Mapping[str, Json]:
         """The schema without the keywords whose values are of no use, all of which are told."""
-        wrong = [key for key, (fits_shape, _) in SHAPES.items() if key in schema and not fits_shape(schema[key])]
+        wrong = [
+            key for key, (fits_shape, _) in SHAPES.items() if key in schema and not fits_shape(schema[key])
+        ]
         for key in wrong:
             self._fail(path, key, f"expected {SHAPES[key][1]}")
         return {key: value for key, value in schema.items() if key not in wrong} if wrong else schema

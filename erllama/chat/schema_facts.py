@@ -50,7 +50,9 @@ SHAPES: dict[str, tuple[Callable[[Json], bool], str]] = {
     "format": (lambda value: isinstance(value, str), "the name of a format"),
     "enum": (lambda value: isinstance(value, (list, tuple)), "a list of values"),
     "required": (_is_names, "a list of names"),
-    **dict.fromkeys(("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"), _COUNT),
+    **dict.fromkeys(
+        ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"), _COUNT
+    ),
 }
 
 

@@ -189,7 +189,8 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "const with pattern": ({"const": "a", "pattern": "^b$"}, "#", "pattern"),
     "properties as list": ({"type": "object", "properties": []}, "#", "properties"),
     "property without a name": (
-        {"type": "object", "properties": {"": {"type": "string"}}, "additionalProperties": False}, "#", "properties",
+        {"type": "object", "properties": {"": {"type": "string"}}, "additionalProperties": False},
+        "#", "properties",
     ),
     "object as type": (a(type={}), "#/properties/a", "type"),
     "objects as types": ({"type": [{}]}, "#", "type"),
@@ -198,7 +199,9 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "text as count": ({"type": "object", "minProperties": "2"}, "#", "minProperties"),
     "null as count": ({**PERSON, "maxProperties": None}, "#", "maxProperties"),
     "text as length of a tuple": ({"prefixItems": [{"type": "null"}], "minItems": "3"}, "#", "minItems"),
-    "allOf with a list": ({"allOf": [{"type": "object", "properties": [1]}, {"type": "object"}]}, "#", "allOf"),
+    "allOf with a list": (
+        {"allOf": [{"type": "object", "properties": [1]}, {"type": "object"}]}, "#", "allOf",
+    ),
     "allOf with a number": ({"allOf": [{"required": 5}, {"type": "object"}]}, "#", "allOf"),
     "allOf of no type": ({"allOf": [{"type": {}}, {"type": "object"}]}, "#", "allOf"),
     "unevaluated items": ({"type": "array", "unevaluatedItems": False}, "#", "unevaluatedItems"),

@@ -142,7 +142,9 @@ def test_two_calls_with_one_id_get_two():
     """The model wrote the same id twice; the message can be sent back."""
     [name] = [name for name in NAMES if "command-r7b" in name]
     call = '{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {"city": "Oslo"}}'
-    deltas, message = read_of(name, f"<|START_ACTION|>[\n    {call},\n    {call}\n]<|END_ACTION|>", complete=True)
+    deltas, message = read_of(
+        name, f"<|START_ACTION|>[\n    {call},\n    {call}\n]<|END_ACTION|>", complete=True
+    )
     first, second = message.tool_calls
     assert first.id == "0"
     assert second.id not in ("", "0")

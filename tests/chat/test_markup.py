@@ -45,7 +45,13 @@ def test_neutral_text_begins_no_control_token(text, behind):
 def test_names_between_brackets():
     """What some templates write in angle brackets: a bare word of a control token becomes another."""
     markup = Markup(TEXTS)
-    assert [markup.neutral_name(name) for name in ("s", "a", "X", "city", "a<")] == ["xs", "xa", "xX", "city", "ax"]
+    assert [markup.neutral_name(name) for name in ("s", "a", "X", "city", "a<")] == [
+        "xs",
+        "xa",
+        "xX",
+        "city",
+        "ax",
+    ]
 
 
 def test_quotes_of_arguments():

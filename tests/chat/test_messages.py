@@ -13,8 +13,12 @@ from erllama.types import ChatMessage, ToolCall
 USER = {"role": "user", "content": "hello"}
 keys = st.one_of(st.sampled_from(sorted(KEYS)), st.integers(), st.just(("x",)), st.none())
 values = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=3), st.sampled_from(["user", "text"])),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.one_of(keys, st.just("text")), inner, max_size=3)),
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.text(max_size=3), st.sampled_from(["user", "text"])
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.one_of(keys, st.just("text")), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -24,8 +28,8 @@ def test_any_messages_are_taken_or_a_typed_error(messages):
     """Nothing but `InvalidContent` comes out."""
     try:
         check_messages(messages)
-    except InvalidContent as why:
-        assert str(why)
+    except InvalidContent:
+        return
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,8 @@ def test_patterns_are_rewritten_faithfully_or_refused(pattern):
 json_values = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(-9, 9), st.floats(allow_nan=False), st.text(max_size=3)),
     lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(st.sampled_from([*sorted(CONSTRAINTS), ""]), inner, max_size=4)
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.sampled_from([*sorted(CONSTRAINTS), ""]), inner, max_size=4),
     ),
     max_leaves=12,
 )

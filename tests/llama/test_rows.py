@@ -219,9 +219,7 @@ def test_an_exception_of_native_code_is_one_rows_own(
     lib, (letter,) = dense.lib, dense.vocab.tokenize("x", add_special=False)[-1:]
     native = lib.sampler_chain_init(lib.sampler_chain_default_params())
     lib.sampler_chain_add(native, lib.sampler_init_grammar(dense.vocab._ptr, DIGITS.encode(), b"root"))
-    wrapped = lib.sampling_new(
-        dense.facts.n_vocab, native, lib.ffi.NULL, lib.ffi.NULL, False, False
-    )
+    wrapped = lib.sampling_new(dense.facts.n_vocab, native, lib.ffi.NULL, lib.ffi.NULL, False, False)
     bad, *good = (chain(dense, temperature=0.0) for _ in range(3))
     bad.row.chain = native  # it is told of a token that nobody has asked it about
     _native(context, 1)[letter] = 1e9

@@ -132,7 +132,7 @@ async def test_an_answer_cut_short_makes_up_no_call():
 
 async def test_what_cannot_be_read_is_content():
     """A malformed call is plain text; the model, the process and the next request live."""
-    says = '<tool_call>\n{"name": "get_weather", "arguments": {"city": }\n</tool_call>'
+    says = '<tool_call>\n{"name": get_weather, "arguments": {"city": }\n</tool_call>'
     async with loaded(ScriptedChat(says=says)) as model:
         answer = await model.chat([USER], tools=TOOLS)
         assert answer.message.tool_calls == ()
@@ -581,7 +581,7 @@ async def test_a_grammar_does_not_hold_within_thinking():
     assert answer.reply == "12"
     assert answer.message.reasoning_content is None
     assert backend.params[0].guide.thinking is None
-    async with loaded(ScriptedChat(template="deepseek-ai-DeepSeek-R1-Distill-Qwen-32B")) as model:
+    async with loaded(ScriptedChat(template="Apriel-1.6-15b-Thinker-fixed")) as model:
         with pytest.raises(InvalidOption, match="thinking"):
             await model.chat([USER], grammar="root ::= digits")
 
