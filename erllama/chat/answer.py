@@ -103,7 +103,7 @@ class Answer:
         return [] if parsed is None else self._deltas(parsed, final=False)
 
     def finish(self, *, complete: bool) -> tuple[list[Delta], ChatMessage]:
-        """The last deltas, and the message: what was given out. `complete`: the model ended its answer itself."""
+        """The last deltas, and the message: what was given out. `complete`: the model ended it itself."""
         whole = self._parse(partial=False) if complete else None
         parsed = whole or self._parse(partial=True) or self._last_read()
         calls = [

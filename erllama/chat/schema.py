@@ -252,7 +252,7 @@ class _Writer:
     def _deref(self, made: dict[str, Json]) -> dict[str, Json]:
         ref = made.get("$ref")
         target = None if ref is None else self._target(ref)
-        if target is None or ref in self._open or len(self._open) >= MAX_OPEN:
+        if ref is None or target is None or ref in self._open or len(self._open) >= MAX_OPEN:
             return made
         if ref not in self._targets:
             self._targets[ref] = self._quiet(target, ref)

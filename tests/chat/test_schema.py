@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import sys
+import warnings
 
 import jsonschema
 import pytest
@@ -150,7 +151,8 @@ def test_patterns_are_rewritten_faithfully_or_refused(pattern):
         rewritten = canonical_pattern(pattern)
     except PatternError:
         return
-    compiled, original = re.compile(rewritten, re.ASCII), re.compile(pattern, re.ASCII)
+    with warnings.catch_warnings(action="ignore"):  # "possible nested set": [[] is none
+        compiled, original = re.compile(rewritten, re.ASCII), re.compile(pattern, re.ASCII)
     for text in ("", "a", "ab", "z9", "0", " ", "a b", "x" * 3, "a-b", "[", "(", "1,2"):
         if compiled.search(text):
             assert original.search(text), (pattern, rewritten, text)
