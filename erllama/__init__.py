@@ -11,13 +11,16 @@ if TYPE_CHECKING:
     from .chat.options import ChatOptions as ChatOptions
     from .chat.prompt import ChatParams as ChatParams
     from .errors import AlreadyLoaded as AlreadyLoaded
+    from .errors import AuthenticationFailed as AuthenticationFailed
     from .errors import BatchOverflow as BatchOverflow
+    from .errors import BodyTooLarge as BodyTooLarge
     from .errors import ContextOverflow as ContextOverflow
     from .errors import DecodeAborted as DecodeAborted
     from .errors import DecodeFailed as DecodeFailed
     from .errors import DecodeTimeout as DecodeTimeout
     from .errors import EngineError as EngineError
     from .errors import EngineReset as EngineReset
+    from .errors import EngineUnresponsive as EngineUnresponsive
     from .errors import ErllamaError as ErllamaError
     from .errors import FetchFailed as FetchFailed
     from .errors import HandleClosed as HandleClosed
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from .errors import MissingOption as MissingOption
     from .errors import ModelCrashed as ModelCrashed
     from .errors import ModelLoading as ModelLoading
+    from .errors import ModelNotFound as ModelNotFound
     from .errors import ModelWouldOom as ModelWouldOom
     from .errors import NativeError as NativeError
     from .errors import NativeLibraryError as NativeLibraryError
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
     from .errors import QueueTimeout as QueueTimeout
     from .errors import RequestError as RequestError
     from .errors import SeqCapacity as SeqCapacity
+    from .errors import ShuttingDown as ShuttingDown
     from .errors import StickyBusy as StickyBusy
     from .errors import TranscriptMismatch as TranscriptMismatch
     from .errors import UnknownOption as UnknownOption
@@ -84,13 +89,16 @@ if TYPE_CHECKING:
 _MODULES = {
     "errors": (
         "AlreadyLoaded",
+        "AuthenticationFailed",
         "BatchOverflow",
+        "BodyTooLarge",
         "ContextOverflow",
         "DecodeAborted",
         "DecodeFailed",
         "DecodeTimeout",
         "EngineError",
         "EngineReset",
+        "EngineUnresponsive",
         "ErllamaError",
         "FetchFailed",
         "HandleClosed",
@@ -104,6 +112,7 @@ _MODULES = {
         "MissingOption",
         "ModelCrashed",
         "ModelLoading",
+        "ModelNotFound",
         "ModelWouldOom",
         "NativeError",
         "NativeLibraryError",
@@ -116,6 +125,7 @@ _MODULES = {
         "QueueTimeout",
         "RequestError",
         "SeqCapacity",
+        "ShuttingDown",
         "StickyBusy",
         "TranscriptMismatch",
         "UnknownOption",

@@ -105,6 +105,27 @@ class NotLoaded(RequestError):
     http_status = 404
 
 
+class ModelNotFound(RequestError):
+    """The server knows no model of that name."""
+
+    reason = "model_not_found"
+    http_status = 404
+
+
+class AuthenticationFailed(RequestError):
+    """The server wants an API key, and this is none of them."""
+
+    reason = "authentication_error"
+    http_status = 401
+
+
+class BodyTooLarge(RequestError):
+    """The request's body is larger than the server takes; `detail` has the limit."""
+
+    reason = "body_too_large"
+    http_status = 413
+
+
 class AlreadyLoaded(RequestError):
     """The model id is taken."""
 
@@ -207,10 +228,24 @@ class ModelWouldOom(Overloaded):
     http_status = 503
 
 
+class ShuttingDown(Overloaded):
+    """The server is about to end and takes no more requests."""
+
+    reason = "shutting_down"
+    http_status = 503
+
+
 class EngineError(ErllamaError):
     """Our fault, or the machine's."""
 
     reason = "engine_error"
+
+
+class EngineUnresponsive(EngineError):
+    """The server waited longer for the engine than its limits allow; `detail` names the limit."""
+
+    reason = "engine_unresponsive"
+    http_status = 504
 
 
 class LoadFailed(EngineError):

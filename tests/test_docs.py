@@ -150,6 +150,7 @@ def test_there_is_something_to_run():
     assert len(FRAGMENTS) >= 4
     assert len(COMMANDS) >= 4
     known = {"", "python", "python fragment", "sh", "mermaid"}
+    known |= {"text", "toml", "ini", "dockerfile", "nginx", "yaml"}
     assert {block.kind for block in BLOCKS} <= known
 
 

@@ -86,6 +86,11 @@ STATUSES = {
     "QueueTimeout": 504,
     "ModelLoading": 503,
     "ModelWouldOom": 503,
+    "ModelNotFound": 404,
+    "AuthenticationFailed": 401,
+    "BodyTooLarge": 413,
+    "ShuttingDown": 503,
+    "EngineUnresponsive": 504,
     "EngineError": 500,
     "ErllamaError": 500,
 }

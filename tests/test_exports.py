@@ -22,7 +22,8 @@ PUBLIC = {
     "ToolCallDelta",
     # errors
     "ErllamaError", "RequestError", "Overloaded", "EngineError",
-    "AlreadyLoaded", "BatchOverflow", "ContextOverflow", "DecodeAborted", "DecodeFailed", "DecodeTimeout",
+    "AlreadyLoaded", "AuthenticationFailed", "BatchOverflow", "BodyTooLarge", "EngineUnresponsive",
+    "ModelNotFound", "ShuttingDown", "ContextOverflow", "DecodeAborted", "DecodeFailed", "DecodeTimeout",
     "EngineReset", "FetchFailed", "HandleClosed", "InvalidConfig", "InvalidContent", "InvalidGrammar",
     "InvalidOption", "LoadFailed", "MalformedGguf", "MissingConfig", "MissingOption", "ModelCrashed",
     "ModelLoading", "ModelWouldOom", "NativeError", "NativeLibraryError", "NoLogits", "NoSession",

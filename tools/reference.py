@@ -105,8 +105,6 @@ MEANINGS: dict[type, dict[str, str]] = {
 NOT_RAISED = {
     "ModelCrashed",
     "ModelLoading",
-    "QueueFull",
-    "QueueTimeout",
 }
 
 

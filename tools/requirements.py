@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 
 
 def requirements() -> list[str]:
-    """Build requirements, dependencies, the dev extra, and CMake and ninja where the system's do not do."""
+    """Build requirements, dependencies, the extras server and dev; CMake and ninja unless the system's do."""
     from tools.libllama.toolchain import missing_requirements
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -23,6 +23,7 @@ def requirements() -> list[str]:
         *project["build-system"]["requires"],
         "editables",  # what hatchling asks for in an editable install
         *project["project"]["dependencies"],
+        *project["project"]["optional-dependencies"]["server"],
         *project["project"]["optional-dependencies"]["dev"],
         *missing_requirements(),
     ]

@@ -19,6 +19,7 @@ Try this first:
   erllama demo                                  watch a small model answer (fetched once, 98 MB)
   erllama chat                                  talk to it
   erllama generate -p "The capital of France is"
+  erllama serve                                 OpenAI, Anthropic and Ollama clients, on port 8080
 """
 
 CHAT_EXAMPLES = """\
@@ -56,6 +57,19 @@ in the middle, after a restart, and as the head of eight agents. It takes about 
 needs no network once the model is there.
 """
 
+
+SERVE_EXAMPLES = """\
+examples:
+  erllama serve
+      the small default model under the name smollm2, on http://127.0.0.1:8080
+  erllama serve -m qwen=models/qwen3-8b.gguf -m coder=models/coder.gguf --n-ctx 32768
+      two models, loaded when they are first asked for
+  erllama serve --config erllama.toml
+      everything from a file; arguments win over it
+
+OpenAI, Anthropic and Ollama clients: base URL http://127.0.0.1:8080/v1 for the first, without /v1 for the
+others. Ctrl-C ends the server when answers in flight are done, at most five seconds later.
+"""
 
 BENCH_EXAMPLES = """\
 examples:
@@ -108,6 +122,7 @@ def _build() -> tuple[Parser, dict[str, Parser]]:
         "demo": choices.add_parser(
             "demo", help="load a small model, answer, show batching and the cache", description=DEMO_EXAMPLES
         ),
+        "serve": _add_serve(choices),
         "bench": _add_bench(choices),
         "version": choices.add_parser("version", help="versions of erllama, llama.cpp and the native build"),
     }
@@ -226,6 +241,42 @@ def _add_shared(parser: Parser, *, max_tokens: str) -> Any:
         help="CPU threads (default: physical cores, fewer while others are busy)",
     )
     return options
+
+
+def _add_serve(choices: Any) -> Parser:
+    parser: Parser = choices.add_parser(
+        "serve",
+        help="serve models over HTTP to OpenAI, Anthropic and Ollama clients",
+        description="Serve models over HTTP, with the APIs of OpenAI, Anthropic and Ollama.",
+        epilog=SERVE_EXAMPLES,
+    )
+    add = parser.add_argument
+    add(
+        "-m",
+        "--model",
+        action="append",
+        metavar="NAME=PATH",
+        help="a GGUF file and what clients call it (only PATH: its stem); may be given several times "
+        "(default: smollm2, SmolLM2-135M-Instruct, fetched once)",
+    )
+    add("--config", metavar="FILE", help="a TOML file, see docs/guides/deployment.md")
+    add("--host", metavar="ADDRESS", help="where to listen (default: 127.0.0.1, this machine only)")
+    add("--port", type=int, metavar="N", help="(default: 8080; 0: any that is free)")
+    add("--n-ctx", type=int, metavar="N", help="context length of models given with -m (default: 4096)")
+    add(
+        "--n-seq-max",
+        type=int,
+        metavar="N",
+        help="requests that models given with -m answer at once (default: 4)",
+    )
+    add("--quiet", action="store_true", help="no line for each request")
+
+    kept = parser.add_argument_group("cache", "What is kept between runs, see docs/guides/caching.md.")
+    add = kept.add_argument
+    add("--no-cache", action="store_true", help="keep nothing on disk")
+    add("--kv-dir", metavar="DIR", help="the folder (default: kv in erllama's cache folder)")
+    add("--kv-max", type=size, metavar="SIZE", help="its budget, as 500M or 20G")
+    return parser
 
 
 def _add_bench(choices: Any) -> Parser:

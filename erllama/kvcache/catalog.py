@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .columns import PartColumns
-from .kinds import ROOT_NAME, NodeFlag, PartKind, Provenance, SaveReason
+from .kinds import ROOT_NAME, NodeFlag, PartKind, SaveReason
 from .parts import RAM
 from .pins import Pins
 from .planner import Plan, Want, newcomer_score, plan_evictions
@@ -99,9 +99,9 @@ class Catalog:
             return False
         return any(self.is_usable(part) for part in self.tree.part_rows(row))
 
-    def walk(self, identity: Identity, prompt: Prompt, *, canonical: bool = False) -> Walk:
+    def walk(self, identity: Identity, prompt: Prompt) -> Walk:
         """The longest-prefix walk; the caller cuts it where nodes are not live."""
-        return Walker(self.tree, identity, prompt, canonical=canonical).run()
+        return Walker(self.tree, identity, prompt).run()
 
     def has(self, name: bytes, kind: PartKind) -> bool:
         """Whether a part is stored and usable."""
@@ -110,13 +110,6 @@ class Catalog:
             return False
         part = self.tree.part(row, kind)
         return part != 0 and self.is_usable(part)
-
-    def is_held(self, row: int) -> bool:
-        """Whether a part of a node is leased, being written or being removed."""
-        refs = {(self.tree.names.name(row), self.tree.parts.kind(part)) for part in self.tree.part_rows(row)}
-        return bool(refs & (self.leases.keys() | self.busy.keys())) or any(
-            part in self.doomed for part in self.tree.part_rows(row)
-        )
 
     def ref_of(self, part: int) -> PartId:
         """Name and kind of a part row."""
@@ -205,21 +198,16 @@ class Catalog:
             self._charge_index()
         return row
 
-    def join(self, row: int, meta: NodeMeta, *, adds_part: bool) -> None:
-        """A node came again: it is an anchor if any of its saves said so, canonical if all its parts are."""
+    def join(self, row: int, meta: NodeMeta) -> None:
+        """A node came again: it is an anchor if any of its saves said so."""
         if meta.flags & NodeFlag.ANCHOR:
             self.tree.set_anchor(row)
-        same = meta.provenance is Provenance.CANONICAL and self.tree.is_canonical(
-            row, meta.identity.compute_hash
-        )
-        if adds_part and not same and self.tree.provenance(row) is Provenance.CANONICAL:
-            self.tree.set_provenance(row, Provenance.PREFILL)
 
     def add_copy(self, row: int, kind: PartKind, copy: RamPart) -> int:
         """Add a part whose only copy is in RAM; the catalog owns the buffer from here on."""
         part = self.tree.add_part(row, kind, copy.buffer.n_bytes, RAM, self._now())
         self.keep_copy(part, copy)
-        self.join(row, copy.meta, adds_part=True)
+        self.join(row, copy.meta)
         self._charge_index()
         return part
 
@@ -235,7 +223,7 @@ class Catalog:
             return True  # on another tier too: that copy is served, this one waits for its turn
         used = max(0, min(int(found.mtime), 2**32 - 1))
         self.tree.add_part(row, found.kind, found.payload_bytes, slot, used)
-        self.join(row, found.meta, adds_part=True)
+        self.join(row, found.meta)
         if found.meta.reason is SaveReason.AGENT_PREFIX:
             self.pins.pin(("agent", found.meta.name), found.meta.name)
         self._charge_index()

@@ -61,12 +61,10 @@ class Finder:
         self._catalog, self._tiers, self._counters = catalog, tiers, counters
         self.heads = HeadCache(catalog, tiers)
 
-    async def find(
-        self, identity: Identity, prompt: Prompt, *, canonical: bool = False, resume_key: bytes | None = None
-    ) -> Match:
+    async def find(self, identity: Identity, prompt: Prompt, *, resume_key: bytes | None = None) -> Match:
         """The longest match; counts hits and misses. Reads at most a few heads, no payload."""
         began = time.perf_counter_ns()
-        walk = self._catalog.walk(identity, prompt, canonical=canonical)
+        walk = self._catalog.walk(identity, prompt)
         self._counters.longest_prefix_probes += walk.probes
         self._counters.longest_prefix_ns += time.perf_counter_ns() - began
         nodes, whole = self._nodes(walk.best, prompt)

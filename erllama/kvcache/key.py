@@ -40,14 +40,13 @@ class Identity:
     """Whose KV it is: a hit needs equal `shape_hash` and `salt`.
 
     `shape_hash` covers everything that decides whether bytes may be restored (model content, adapters,
-    KV types and layout, rope, build); `compute_hash` what decides whether they have the same bits (CPU
-    variant, devices), which only `exact="cold"` asks for. `facts` is written into each file for people
-    and tools (fingerprint and its mode, quantisation, versions); the store never decides by it.
+    KV types and layout, rope, build) and, for `exact="cold"`, whether they have the same bits. `facts` is
+    written into each file for people and tools (fingerprint and its mode, quantisation, versions); the
+    store never decides by it.
     """
 
     shape_hash: bytes
     salt: bytes = b""
-    compute_hash: bytes = b""
     quant_bits: int = 16
     n_ctx: int = 0
     facts: Mapping[str, Any] = field(default_factory=dict)

@@ -22,7 +22,7 @@ class SaveReason(enum.IntEnum):
 
 
 class Provenance(enum.IntEnum):
-    """How the block's KV was computed. Only CANONICAL blocks may serve `exact="cold"`."""
+    """How the block's KV was computed; look-ups never ask. CANONICAL: in whole pieces, for `exact="cold"`."""
 
     PREFILL = 0
     CANONICAL = 1

@@ -2,7 +2,7 @@
 
 A map with text keys. Required: v, name, parent, shape, salt, compute (byte strings), start, tokens (int32
 little endian, packed), text (key bytes), kind, provenance. Optional: expires_ns. Everything else (`facts`) is
-for people.
+for people. `compute` is empty: version 1 has it, nothing reads it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def encode_metadata(meta: NodeMeta, kind: PartKind) -> bytes:
         "parent": meta.parent,
         "shape": meta.identity.shape_hash,
         "salt": meta.identity.salt,
-        "compute": meta.identity.compute_hash,
+        "compute": b"",
         "start": meta.start,
         "tokens": meta.tokens.tobytes(),
         "text": meta.text,
@@ -147,7 +147,6 @@ def _from_fields(header: Header, fields: Any) -> NodeMeta:
     identity = Identity(
         shape_hash=fields["shape"],
         salt=fields["salt"],
-        compute_hash=fields["compute"],
         quant_bits=header.quant_bits,
         n_ctx=header.n_ctx,
     )

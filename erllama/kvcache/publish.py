@@ -10,9 +10,10 @@ For a group of parts, parents first:
     6 sync names  one folder sync for the whole group
     7 announce    the caller puts the nodes into the index
 
-A target that already exists is never skipped silently: it is adopted if its head says it is the same part of
-the same size, otherwise replaced. Where hard links are missing, a rename under an exclusive lock stands in.
-docs/internals/publish-protocol.md has what each crash leaves behind; a test generates that table.
+A target that already exists is never skipped silently: it is adopted if its head says it is the same part,
+computed the same way, of the same size, otherwise replaced. Where hard links are missing, a rename under an
+exclusive lock stands in. docs/internals/publish-protocol.md has what each crash leaves behind; a test
+generates that table.
 Thread: worker threads.
 """
 
@@ -227,7 +228,6 @@ def _meet_existing(root: Root, item: _Staged) -> Outcome:
         same = meta.name == part.meta.name and header.kind is part.kind
         # Equal tokens computed otherwise are other bytes: the index must be right about what the file holds.
         same = same and header.provenance is part.meta.provenance
-        same = same and meta.identity.compute_hash == part.meta.identity.compute_hash
         if same and header.payload_bytes == len(part.payload):
             return Outcome.ADOPTED
         old_bytes = header.file_bytes

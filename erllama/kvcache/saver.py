@@ -96,7 +96,6 @@ class Saver:
             meta = self._meta(draft)
             refusal = self._gate(draft, meta)
             if refusal is None:
-                self._give_way(meta)
                 row = await self._insert(meta)
                 if row is not None:
                     return self._keep(draft, meta, row, buffers, wanted)
@@ -138,16 +137,6 @@ class Saver:
             return None if self._sightings.seen_before(meta.name) else Refusal.FIRST_SIGHTING
         return refusal
 
-    def _give_way(self, meta: NodeMeta) -> None:
-        """A canonical node takes the place of one that is not, if nothing hangs behind that or holds it."""
-        catalog = self._catalog
-        row = catalog.tree.find(meta.name)
-        if row is None or meta.provenance is not Provenance.CANONICAL or not catalog.tree.is_leaf(row):
-            return
-        if catalog.tree.is_canonical(row, meta.identity.compute_hash) or catalog.is_held(row):
-            return
-        self._tiers.discard(catalog.drop_subtree(row))
-
     async def _insert(self, meta: NodeMeta) -> int | None:
         heads: dict[bytes, NodeMeta] = {}
         while True:
@@ -177,7 +166,7 @@ class Saver:
         self._revive(row, meta, buffers)
         catalog.set_private(row, private=draft.private)
         catalog.prolong(row, meta.expires_ns)
-        catalog.join(row, meta, adds_part=False)
+        catalog.join(row, meta)
         state, refusal = self._target(row, wanted)
         n_bytes = sum(buffer.n_bytes for buffer in new.values())
         if state is not None and not new and not catalog.is_ram_only(row):

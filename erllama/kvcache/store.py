@@ -105,16 +105,15 @@ class KvStore:
         identity: Identity,
         prompt: Prompt,
         *,
-        canonical: bool = False,
         resume_key: bytes | None = None,
     ) -> Match:
         """The longest stored beginning of a prompt, over all tiers. Counts as a use of what it finds.
 
-        `canonical`: only nodes made by canonical prefill. `resume_key`: a name the caller expects on the way;
-        it decides nothing, it only says what kind of hit this was.
+        `resume_key`: a name the caller expects on the way; it decides nothing, it only says what kind of hit
+        this was.
         """
         await trio.lowlevel.checkpoint()
-        match = await self._finder.find(identity, prompt, canonical=canonical, resume_key=resume_key)
+        match = await self._finder.find(identity, prompt, resume_key=resume_key)
         if self._log is not None:
             self._log.find(self._catalog.clock(), identity, prompt.tokens, match.tip)
         return match

@@ -6,7 +6,7 @@ Rule 2: token ids and text are not here. A walk confirms a child by its name (SH
 Rule 3: everything is synchronous and does no I/O. `insert` may need the key of one sibling: it asks `read`,
         which raises `NeedKey` if that node's head is not in memory; nothing has changed then.
 
-A row costs 86 bytes here and in the tries, 32 more where siblings fork, 5 to 8
+A row costs 85 bytes here and in the tries, 32 more where siblings fork, 5 to 8
 in the name table, 28 per part.
 """
 
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 _PROVENANCES: Final = tuple(Provenance)  # by number; a look-up is five times cheaper than the enum's own
 _TOKEN_BITS: Final = 32
 _BYTE_BITS: Final = 8
-_OTHER_COMPUTE: Final = 255
-_COLUMN_BYTES: Final = 4 * 5 + 8 + 2
+_COLUMN_BYTES: Final = 4 * 5 + 8 + 1
 
 
 class Tree:
@@ -49,8 +48,7 @@ class Tree:
         self.n_bytes = array("I")
         self.first_part = array("i")
         self._byte_hash = array("Q")
-        self._info = array("H")
-        self._computes: dict[bytes, int] = {}
+        self._info = array("B")  # provenance, reason, flags
         self._free = 0
         self._roots: dict[tuple[bytes, bytes], int] = {}
         self._identities: dict[int, Identity] = {}
@@ -131,7 +129,7 @@ class Tree:
         return self.parts.rows(self.first_part[row])
 
     def provenance(self, row: int) -> Provenance:
-        """How the node was computed."""
+        """How the node was computed, as its first part says."""
         return _PROVENANCES[self._info[row] & 3]
 
     def reason(self, row: int) -> SaveReason:
@@ -141,13 +139,6 @@ class Tree:
     def flags(self, row: int) -> NodeFlag:
         """Anchor, private."""
         return NodeFlag(self._info[row] >> 5 & 7)
-
-    def is_canonical(self, row: int, compute_hash: bytes) -> bool:
-        """Whether the node was made by canonical prefill where bits come out as with `compute_hash`."""
-        if self._info[row] & 3 != Provenance.CANONICAL:
-            return False
-        number = self._computes.get(compute_hash)
-        return number is not None and self._info[row] >> 8 == number
 
     def byte_hash(self, text: bytes | memoryview) -> int:
         """Keyed 64-bit hash of key bytes."""
@@ -187,15 +178,9 @@ class Tree:
         self.n_tokens[row] = len(meta.tokens)
         self.n_bytes[row] = len(meta.text)
         self._byte_hash[row] = self.byte_hash(meta.text)
-        self._info[row] = meta.provenance | meta.reason << 2 | meta.flags << 5 | self._compute(meta) << 8
+        self._info[row] = meta.provenance | meta.reason << 2 | meta.flags << 5
         self.n_nodes += 1
         return row
-
-    def _compute(self, meta: NodeMeta) -> int:
-        """A small number for a compute hash; beyond 255 different ones, a number that matches nobody."""
-        if len(self._computes) < _OTHER_COMPUTE:
-            self._computes.setdefault(meta.identity.compute_hash, len(self._computes))
-        return self._computes.get(meta.identity.compute_hash, _OTHER_COMPUTE)
 
     def _insert_bytes(self, parent: int, row: int, meta: NodeMeta, read: Callable[[int], NodeMeta]) -> None:
         try:
@@ -226,10 +211,6 @@ class Tree:
         self.set_flag(row, NodeFlag.ANCHOR, on=True)
         for part in self.part_rows(row):
             self.parts.anchor[part] = 1
-
-    def set_provenance(self, row: int, provenance: Provenance) -> None:
-        """How the node was computed, all its parts considered."""
-        self._info[row] = self._info[row] & ~3 | provenance
 
     def add_part(self, row: int, kind: PartKind, size: int, home: int, used: int) -> int:
         """Add a part the node does not have yet; returns its part row."""

@@ -61,10 +61,10 @@ class Walk:
 
 
 class Walker:
-    """One walk of one prompt. `canonical`: only nodes by canonical prefill with equal compute hash count."""
+    """One walk of one prompt."""
 
-    def __init__(self, tree: Tree, identity: Identity, prompt: Prompt, *, canonical: bool = False) -> None:
-        self._tree, self._identity, self._prompt, self._canonical = tree, identity, prompt, canonical
+    def __init__(self, tree: Tree, identity: Identity, prompt: Prompt) -> None:
+        self._tree, self._identity, self._prompt = tree, identity, prompt
         self._tokens = prompt.tokens.data
         self._token_bytes = self._tokens.cast("B")
         self._text = None if prompt.text is None else memoryview(prompt.text)
@@ -128,20 +128,19 @@ class Walker:
         leaf, ended = trie.descend(place.row, rest)
         certain = self._name_matches(place.row, leaf, pos)
         if certain:
-            yield from self._token_place(place, leaf, pos)
-        elif self._wanted(leaf):
+            yield self._token_place(place, leaf, pos)
+        else:
             self._maybe.append(Maybe(place, leaf, by_bytes=False))
         for ref in reversed(ended):
             for row in trie.leaves(ref):
                 # What parts from a confirmed child by ending earlier is a prefix of it: no need to hash.
                 certain = certain or self._name_matches(place.row, row, pos)
                 if certain:
-                    yield from self._token_place(place, row, pos)
+                    yield self._token_place(place, row, pos)
 
-    def _token_place(self, place: Place, row: int, pos: int) -> Iterator[Place]:
-        if self._wanted(row):
-            end = pos + self._tree.n_tokens[row]
-            yield Place(row, end, self._byte_at(end), False, place)
+    def _token_place(self, place: Place, row: int, pos: int) -> Place:
+        end = pos + self._tree.n_tokens[row]
+        return Place(row, end, self._byte_at(end), False, place)
 
     def _name_matches(self, parent: int, row: int, pos: int) -> bool:
         tree = self._tree
@@ -158,20 +157,16 @@ class Walker:
             return
         leaf, ended = trie.descend(place.row, rest)
         found = [row for row in trie.same(leaf) if self._bytes_match(row, rest)]
-        if not found and self._wanted(leaf):
+        if not found:
             self._maybe.append(Maybe(place, leaf, by_bytes=True))
         for ref in reversed(ended):
             rows = list(trie.leaves(ref))
             found += rows if found else [row for row in rows if self._bytes_match(row, rest)]
         for row in found:
-            if self._wanted(row):
-                end = place.byte_pos + self._tree.n_bytes[row]
-                yield Place(row, self._prompt.token_at(end), end, True, place)
+            end = place.byte_pos + self._tree.n_bytes[row]
+            yield Place(row, self._prompt.token_at(end), end, True, place)
 
     def _bytes_match(self, row: int, rest: memoryview) -> bool:
         self._probes += 1
         n = self._tree.n_bytes[row]
         return n <= len(rest) and self._tree.bytes_match(row, rest[:n])
-
-    def _wanted(self, row: int) -> bool:
-        return not self._canonical or self._tree.is_canonical(row, self._identity.compute_hash)

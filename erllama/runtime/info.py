@@ -44,11 +44,12 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestInfo:
-    """One request that waits or runs."""
+    """One request that waits or runs. `n_cached`: prompt tokens that were reused, once it is admitted."""
 
     id: int
     model_id: str
     phase: Literal["queued", "restore", "prefill", "decode", "finished"]
     n_prompt: int
+    n_cached: int
     n_generated: int
     n_kv: int

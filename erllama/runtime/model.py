@@ -395,6 +395,7 @@ class Model(ChatCalls):
                 model_id=self.model_id,
                 phase=seq.phase.value,
                 n_prompt=seq.n_prompt,
+                n_cached=seq.n_cached,
                 n_generated=seq.n_generated,
                 n_kv=seq.n_kv,
             )

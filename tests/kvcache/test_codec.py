@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import struct
@@ -74,7 +75,7 @@ def test_an_independent_reader_understands_the_file(tmp_path: Path) -> None:
     assert fields["text"] == b"bcd"
     assert (fields["kind"], fields["provenance"], fields["start"]) == ("base", "prefill", 0)
     assert (fields["fingerprint"], fields["host"]) == ("f" * 64, "here")
-    assert fields["shape"] == IDENTITY.shape_hash
+    assert (fields["shape"], fields["compute"]) == (IDENTITY.shape_hash, b"")
     assert len(content) == 48 + metadata_bytes + payload_bytes
 
 
@@ -90,9 +91,7 @@ def test_head_round_trip(
     ids: list[int], salt: bytes, kind: PartKind, provenance: Provenance, facts: dict
 ) -> None:
     """K12: every field comes back equal, whatever the facts are called."""
-    identity = Identity(
-        shape_hash=b"s" * 32, salt=salt, compute_hash=b"c", quant_bits=4, n_ctx=7, facts=facts
-    )
+    identity = Identity(shape_hash=b"s" * 32, salt=salt, quant_bits=4, n_ctx=7, facts=facts)
     meta = node([abs(i) % 26 for i in ids], identity=identity, provenance=provenance, flags=NodeFlag.ANCHOR)
     header, back = decode_head(encode_head(meta, kind, 12, 99))
     assert header.kind is kind
@@ -100,9 +99,7 @@ def test_head_round_trip(
     assert np.array_equal(back.tokens, meta.tokens)
     for field in ("name", "parent", "start", "text", "provenance", "reason", "flags", "created_ns"):
         assert getattr(back, field) == getattr(meta, field)
-    assert back.identity == Identity(
-        shape_hash=b"s" * 32, salt=salt, compute_hash=b"c", quant_bits=4, n_ctx=7
-    )
+    assert back.identity == Identity(shape_hash=b"s" * 32, salt=salt, quant_bits=4, n_ctx=7)
     own = {"v", "name", "parent", "shape", "salt", "compute", "start", "tokens", "text", "kind", "provenance"}
     assert back.facts == {
         k: v for k, v in facts.items() if k not in own | {"expires_ns", "quant_bits", "n_ctx"}
@@ -158,6 +155,30 @@ def test_a_file_cut_or_removed_while_it_is_read(tmp_path: Path) -> None:
         read_part(Files(), str(path), memoryview(bytearray(9000)))
 
 
+def with_compute(value: bytes | str | None) -> bytes:
+    """A head whose metadata say this under `compute`; None: they have no such key."""
+    head = encode_head(node([1, 2, 3]), PartKind.BASE, 5, 0)
+    fields = cbor2.loads(head[48:])
+    del fields["compute"]
+    if value is not None:
+        fields["compute"] = value
+    metadata = cbor2.dumps(fields)
+    header = decode_header(head)
+    header = dataclasses.replace(header, metadata_bytes=len(metadata), metadata_crc=crc32c(metadata))
+    return header.encode() + metadata
+
+
+def test_what_stands_in_compute_is_ignored_as_long_as_it_is_bytes() -> None:
+    """K12: version 1 has the key; files of earlier builds may hold something there."""
+    metas = [decode_head(with_compute(value))[1] for value in (b"", b"avx512")]
+    assert metas[0].identity == metas[1].identity
+    assert metas[0].name == metas[1].name == node([1, 2, 3]).name
+    assert "compute" not in metas[1].facts
+    for wrong in (None, "avx512"):
+        with pytest.raises(Damaged, match="compute"):
+            decode_head(with_compute(wrong))
+
+
 def test_foreign_and_older_versions_are_refused() -> None:
     """K10: a version this library does not write is not guessed at."""
     data = bytearray(HEADER.encode())
@@ -190,7 +211,7 @@ def test_random_bytes_are_damage_never_another_error(data: bytes, seed: int) -> 
         _, back = decode_head(forged)
     except Damaged:
         return
-    # Facts, text and compute hash are not in the name; what identifies the node is.
+    # Facts and text are not in the name; what identifies the node is.
     assert (back.name, list(back.tokens)) == (meta.name, [1, 2, 3])
 
 

@@ -13,7 +13,7 @@ import trio
 
 from erllama.kvcache.files import Files
 from erllama.kvcache.key import Prompt
-from erllama.kvcache.kinds import PartKind, Provenance, Refusal, SaveReason
+from erllama.kvcache.kinds import PartKind, Refusal, SaveReason
 from erllama.kvcache.policy import SavePolicy
 from erllama.tools.kvc import main as kvc
 
@@ -266,27 +266,6 @@ async def test_a_later_part_without_text_does_not_spoil_matching_by_text(tmp_pat
     async with bench(tmp_path) as b:
         match = await b.store.find(IDENTITY, Prompt.of([27, 2], pieces([27, 2])))
         assert match.ids.tolist() == [0, 1, 2]
-
-
-async def test_a_node_is_canonical_only_if_all_its_parts_are(tmp_path: pathlib.Path) -> None:
-    """D5: a state that was made otherwise is never served as canonical, nor after a restart."""
-
-    async def canonical(b: Bench) -> int:
-        return (await b.store.find(IDENTITY, Prompt.of([1]), canonical=True)).n_tokens
-
-    for later, expected in ((Provenance.CANONICAL, 1), (Provenance.PREFILL, 0)):
-        root = tmp_path / later.name
-        async with bench(root) as b:
-            await b.save([1], tier="kv", provenance=Provenance.CANONICAL)
-            await b.settle()
-            assert await canonical(b) == 1
-            await b.save([1], tier="kv", provenance=later)
-            assert await canonical(b) == 1, "nothing was added"
-            await b.save([1], tier="kv", kinds=(STATE,), provenance=later)
-            assert await canonical(b) == expected
-            await b.settle()
-        async with bench(root) as b:
-            assert await canonical(b) == expected
 
 
 # --- anchors ---

@@ -7,6 +7,7 @@ The crash table of docs/internals/publish-protocol.md is made here; after a chan
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import itertools
 import os
@@ -21,7 +22,7 @@ from erllama.kvcache.check import check_files
 from erllama.kvcache.columns import PartColumns
 from erllama.kvcache.files import Files
 from erllama.kvcache.filetier import FileTier
-from erllama.kvcache.kinds import PartKind
+from erllama.kvcache.kinds import PartKind, Provenance
 from erllama.kvcache.publish import Outcome, Outgoing
 from erllama.kvcache.root import TierFull
 from erllama.kvcache.tiers import DiskTier
@@ -135,6 +136,18 @@ def test_junk_in_the_way_is_replaced(tmp_path: pathlib.Path, junk: bytes | None)
     assert tier.publish(outgoing([PARENT])) == [Outcome.REPLACED]
     tier.close()
     tier, scan = open_tier(tmp_path)
+    assert check_clean(tier, scan) == [PARENT.name]
+    tier.close()
+
+
+def test_a_file_that_was_computed_otherwise_is_replaced(tmp_path: pathlib.Path) -> None:
+    """K15: its bytes are others, and tools show what the file says."""
+    tier, _ = open_tier(tmp_path)
+    tier.publish(outgoing([dataclasses.replace(PARENT, provenance=Provenance.DECODED)]))
+    assert tier.publish(outgoing([PARENT])) == [Outcome.REPLACED]
+    tier.close()
+    tier, scan = open_tier(tmp_path)
+    assert [found.meta.provenance for found in scan.found] == [Provenance.PREFILL]
     assert check_clean(tier, scan) == [PARENT.name]
     tier.close()
 

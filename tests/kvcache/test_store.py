@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import math
 import os
@@ -1049,32 +1048,21 @@ async def test_random_outcomes_leak_nothing(
         assert not catalog.abandoned
 
 
-async def test_canonical_nodes_need_an_equal_compute_hash() -> None:
-    """K1, D5: the compute hash matters for canonical look-ups, and only for them."""
-    here = dataclasses.replace(IDENTITY, compute_hash=b"avx512")
-    there = dataclasses.replace(IDENTITY, compute_hash=b"amx")
-    async with bench() as b:
-        await b.save(range(4), identity=here, provenance=Provenance.CANONICAL)
-        prompt = Prompt.of(range(4))
-        assert (await b.store.find(there, prompt)).n_tokens == 4
-        assert (await b.store.find(here, prompt, canonical=True)).n_tokens == 4
-        assert (await b.store.find(there, prompt, canonical=True)).n_tokens == 0
-
-
-async def test_a_canonical_node_takes_the_place_of_another(tmp_path: pathlib.Path) -> None:
-    """D5: equal tokens computed otherwise are other bytes; the file is replaced, the index says so."""
+async def test_how_a_node_was_computed_is_told_and_asked_by_nobody(tmp_path: pathlib.Path) -> None:
+    """Provenance is a fact: the first save's, in matches and files, also after a restart."""
+    made = list(Provenance)
     async with bench(tmp_path) as b:
-        await b.save(range(4), tier="kv", provenance=Provenance.DECODED)
+        for i, provenance in enumerate(made):
+            await b.save([i], tier="kv", provenance=provenance)
         await b.settle()
-        await b.save(range(4), tier="kv", provenance=Provenance.CANONICAL)
+        for i, _ in enumerate(made):
+            await b.save([i], tier="kv", provenance=made[i - 1])
         await b.settle()
-        match = await b.store.find(IDENTITY, Prompt.of(range(4)), canonical=True)
-        assert match.nodes[0].provenance is Provenance.CANONICAL
-        await b.save(range(4), tier="kv", provenance=Provenance.DECODED)
-        await b.settle()
-        assert b.store.statistics().n_nodes == 1
+        assert b.store.statistics().n_nodes == len(made)
     async with bench(tmp_path) as b:
-        assert (await b.store.find(IDENTITY, Prompt.of(range(4)), canonical=True)).n_tokens == 4
+        for i, provenance in enumerate(made):
+            match = await b.store.find(IDENTITY, Prompt.of([i]))
+            assert [node.provenance for node in match.nodes] == [provenance]
 
 
 async def test_pins_are_shown() -> None:

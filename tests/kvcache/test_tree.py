@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from erllama.kvcache.key import Identity, Prompt, common_prefix
-from erllama.kvcache.kinds import PartKind, Provenance
+from erllama.kvcache.kinds import NodeFlag, PartKind, Provenance, SaveReason
 from erllama.kvcache.parts import RAM
 from erllama.kvcache.tree import Tree
 from erllama.kvcache.trie import NeedKey
@@ -52,8 +53,8 @@ class Model:
         self.tree.remove(row)
         del self.metas[meta.name]
 
-    def walk(self, prompt: Prompt, identity: Identity = IDENTITY, *, canonical: bool = False) -> Walk:
-        return Walker(self.tree, identity, prompt, canonical=canonical).run()
+    def walk(self, prompt: Prompt, identity: Identity = IDENTITY) -> Walk:
+        return Walker(self.tree, identity, prompt).run()
 
     def reach(self, prompt: Prompt) -> int:
         """The longest prefix in tokens, partial blocks included, as the tree finds it."""
@@ -166,16 +167,17 @@ def test_a_control_token_is_not_its_characters() -> None:
         control_piece(7).decode()
 
 
-def test_canonical_walks_skip_other_nodes() -> None:
-    """D5: a cold-exact request sees canonical nodes only."""
+def test_a_row_keeps_provenance_reason_and_flags_apart() -> None:
+    """All combinations come back from one byte, and a flag that is set or cleared changes nothing else."""
     model = Model()
-    first = node([1, 2], provenance=Provenance.CANONICAL)
-    model.add(first)
-    model.add(node([3, 4], first, provenance=Provenance.DECODED))
-    assert model.walk(Prompt.of([1, 2, 3, 4])).best.token_pos == 4
-    strict = model.walk(Prompt.of([1, 2, 3, 4]), canonical=True)
-    assert strict.best.token_pos == 2
-    assert strict.maybe == ()
+    cases = list(itertools.product(Provenance, SaveReason, (NodeFlag.NONE, NodeFlag.ANCHOR)))
+    for i, (provenance, reason, flags) in enumerate(cases):
+        row = model.add(node([i], provenance=provenance, reason=reason, flags=flags))
+        model.tree.set_flag(row, NodeFlag.PRIVATE, on=True)
+        assert model.tree.flags(row) == flags | NodeFlag.PRIVATE
+        model.tree.set_flag(row, NodeFlag.PRIVATE, on=False)
+        assert (model.tree.provenance(row), model.tree.reason(row)) == (provenance, reason)
+        assert model.tree.flags(row) == flags
 
 
 def test_a_missing_sibling_key_changes_nothing() -> None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+# With one thread a single row's bits do not depend on how many cells others hold beside it: see exactness.md.
+N_THREADS = 1
 BLOCK = 64
 POLICY = SavePolicy(min_tokens=16, cold_min_tokens=16, block_tokens=BLOCK)
 NO_STORE = SavePolicy(min_tokens=math.inf)
@@ -123,13 +125,13 @@ async def kept(
             engine = await outside.enter_async_context(
                 erllama.open_engine(**tiers_of(tier, root), **(config or {}))
             )
-            context = ContextOptions(n_ctx=n_ctx, n_seq_max=n_seq_max, n_batch=n_batch)
+            context = ContextOptions(n_threads=N_THREADS, n_ctx=n_ctx, n_seq_max=n_seq_max, n_batch=n_batch)
             model = await engine.load_model(
                 path, context=context, policy=policy, tier="ram" if tier == "ram" else "kv", **loading
             )
             scene = Scene(engine, model, n_seq_max)
             if reference:
-                alone = ContextOptions(n_ctx=n_ctx, n_seq_max=1, n_batch=n_batch)
+                alone = ContextOptions(n_threads=N_THREADS, n_ctx=n_ctx, n_seq_max=1, n_batch=n_batch)
                 calm = await outside.enter_async_context(erllama.open_engine(ram_max_bytes=0))
                 scene.calm = await calm.load_model(path, context=alone, policy=NO_STORE)
             yield scene
@@ -142,6 +144,6 @@ async def kept(
 
 async def reload(scene: Scene, path: Path, **loading: object) -> None:
     """Unload the model of a RAM tier and load it again."""
-    context = ContextOptions(n_ctx=scene.model.info().n_ctx, n_seq_max=scene.n_slots)
+    context = ContextOptions(n_threads=N_THREADS, n_ctx=scene.model.info().n_ctx, n_seq_max=scene.n_slots)
     await scene.model.unload()
     scene.model = await scene.engine.load_model(path, context=context, policy=POLICY, **loading)

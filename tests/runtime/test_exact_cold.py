@@ -12,7 +12,7 @@ import erllama
 from erllama import ContextOptions, NotSupported, SavePolicy
 from erllama.testing import FakeBackend
 
-from .kind_scenes import GREEDY, KINDS, NO_STORE, bits, changed, kept, some_tokens
+from .kind_scenes import GREEDY, KINDS, N_THREADS, NO_STORE, bits, changed, kept, some_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,7 @@ async def fresh(path: Path, prompts: list[list[int]], **options: object) -> list
     seen = []
     async with erllama.open_engine(ram_max_bytes=0) as engine:
         model = await engine.load_model(
-            path, context=ContextOptions(n_ctx=2048, n_seq_max=2), policy=NO_STORE
+            path, context=ContextOptions(n_threads=N_THREADS, n_ctx=2048, n_seq_max=2), policy=NO_STORE
         )
         for prompt in prompts:
             model.handle.backend.rebuild()  # nobody runs

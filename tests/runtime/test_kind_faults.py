@@ -19,6 +19,7 @@ from .kind_scenes import (
     BLOCK,
     GREEDY,
     KINDS,
+    N_THREADS,
     NO_STORE,
     POLICY,
     Scene,
@@ -52,7 +53,7 @@ async def fresh(path: Path, *prompts: list[int], n_seq_max: int = 2) -> list[erl
     """What a context that has never held anything says to each prompt."""
     answers = []
     async with erllama.open_engine(ram_max_bytes=0) as engine:
-        context = ContextOptions(n_ctx=2048, n_seq_max=n_seq_max)
+        context = ContextOptions(n_threads=N_THREADS, n_ctx=2048, n_seq_max=n_seq_max)
         model = await engine.load_model(path, context=context, policy=NO_STORE)
         for prompt in prompts:
             model.handle.backend.rebuild()  # nobody runs
@@ -262,7 +263,7 @@ async def test_another_layout_is_a_miss(tiny_gguf: Callable[[str], Path], tmp_pa
     """Without flash attention the values lie otherwise: nobody reads the other's bytes."""
     path = tiny_gguf(kind)
     for flash_attn in (True, False):
-        context = ContextOptions(n_ctx=2048, flash_attn=flash_attn)
+        context = ContextOptions(n_threads=N_THREADS, n_ctx=2048, flash_attn=flash_attn)
         async with erllama.open_engine(ram_max_bytes=0) as engine:
             model = await engine.load_model(path, context=context, policy=NO_STORE)
             alone = await model.complete(PROMPT, **GREEDY)

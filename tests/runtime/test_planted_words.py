@@ -39,7 +39,7 @@ PROGRAM = textwrap.dedent(
         async with erllama.open_engine(tiers=[DiskTier("kv", root)]) as engine:
             model = await engine.load_model(
                 path,
-                context=ContextOptions(n_ctx=2048),
+                context=ContextOptions(n_threads=1, n_ctx=2048),
                 policy=SavePolicy(min_tokens=64, cold_min_tokens=64),
                 tier="kv",
             )

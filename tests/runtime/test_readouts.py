@@ -56,10 +56,16 @@ async def test_readouts_while_the_step_is_stuck(at_step: int, phase: str, n_kv: 
             stuck.leave.set()
     n_generated = max(0, n_kv - 399)
     one = RequestInfo(
-        id=first.request.id, model_id="fake", phase=phase, n_prompt=400, n_generated=n_generated, n_kv=n_kv
+        id=first.request.id,
+        model_id="fake",
+        phase=phase,
+        n_prompt=400,
+        n_cached=0,
+        n_generated=n_generated,
+        n_kv=n_kv,
     )
     two = RequestInfo(
-        id=second.request.id, model_id="fake", phase="queued", n_prompt=1, n_generated=0, n_kv=0
+        id=second.request.id, model_id="fake", phase="queued", n_prompt=1, n_cached=0, n_generated=0, n_kv=0
     )
     assert requests == [one, two]
     assert where == (one, two)

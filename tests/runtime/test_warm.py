@@ -34,7 +34,9 @@ GREEDY = {"max_tokens": 8, "temperature": 0.0, "logprobs": 3}
 async def smol(smollm2_path: Path) -> AsyncIterator[erllama.Model]:
     """One sequence, RAM tier."""
     async with erllama.open_engine() as engine:
-        yield await engine.load_model(smollm2_path, context=ContextOptions(n_ctx=2048), policy=POLICY)
+        yield await engine.load_model(
+            smollm2_path, context=ContextOptions(n_threads=1, n_ctx=2048), policy=POLICY
+        )
 
 
 def tiers_of(kind: str, root: Path) -> tuple[EngineOverrides, str]:
@@ -69,7 +71,7 @@ async def test_restored_from_a_tier_the_bits_are_the_same(
     """E2: after another prompt took the only slot, the first one is restored and answers bit for bit."""
     overrides, tier = tiers_of(kind, tmp_path)
     async with erllama.open_engine(**overrides) as engine:
-        context = ContextOptions(n_ctx=2048)
+        context = ContextOptions(n_threads=1, n_ctx=2048)
         model = await engine.load_model(smollm2_path, context=context, policy=POLICY, tier=tier)
         cold = await model.complete(LONG, **GREEDY)
         await model.complete(OTHER, max_tokens=1)
@@ -89,7 +91,7 @@ async def test_a_restart_forgets_nothing(smollm2_path: Path, tmp_path: Path, kin
     answers = []
     for _ in range(2):
         async with erllama.open_engine(**overrides) as engine:
-            context = ContextOptions(n_ctx=2048)
+            context = ContextOptions(n_threads=1, n_ctx=2048)
             model = await engine.load_model(smollm2_path, context=context, policy=POLICY, tier=tier)
             answers.append(await model.complete(LONG, **GREEDY))
             computed = n_computed(model)
@@ -135,7 +137,7 @@ def test_planted_words_survive_a_kill(smollm2_path: Path, tmp_path: Path) -> Non
             async with erllama.open_engine(tiers=[DiskTier("kv", root)]) as engine:
                 policy = SavePolicy(min_tokens=64, cold_min_tokens=64, block_tokens=64)
                 model = await engine.load_model(
-                    path, context=ContextOptions(n_ctx=2048), policy=policy, tier="kv"
+                    path, context=ContextOptions(n_threads=1, n_ctx=2048), policy=policy, tier="kv"
                 )
                 answer = await model.complete(text, max_tokens=8, temperature=0.0)
                 await engine.cache.flush()
@@ -167,7 +169,7 @@ def test_planted_words_survive_a_kill(smollm2_path: Path, tmp_path: Path) -> Non
 async def test_a_common_head_is_computed_once(smollm2_path: Path) -> None:
     """X2: eight requests with one head, arriving together, compute it once."""
     async with erllama.open_engine() as engine:
-        context = ContextOptions(n_ctx=2048, n_seq_max=8)
+        context = ContextOptions(n_threads=1, n_ctx=2048, n_seq_max=8)
         model = await engine.load_model(smollm2_path, context=context, policy=POLICY)
         head = model.tokenize(LONG)
         tails = [model.tokenize(f" Question {i}: what costs {i}?", add_special=False) for i in range(8)]

@@ -1,0 +1,136 @@
+"""`erllama serve`: models over HTTP."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+import erllama
+from erllama.errors import InvalidConfig, MissingConfig
+
+from .kept import POLICY, SAVE_S, TIER, kept_tiers
+from .progress import show_warnings
+
+if TYPE_CHECKING:
+    import argparse
+
+    from erllama.server.settings import Settings
+
+EXTRA = ("fastapi", "starlette", "hypercorn", "pydantic", "prometheus_client")
+MAX_BODY_BYTES = 256 << 20  # a whole repository fits; the library's own default is 1 MiB
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Serve until Ctrl-C or SIGTERM. Raises: `MissingConfig`, `InvalidConfig`, before anything is loaded."""
+    settings = settings_of(arguments)
+    tiers = [] if arguments.no_cache else kept_tiers(arguments.kv_dir, arguments.kv_max)
+    config = erllama.EngineConfig(tiers=tiers, evict_save_timeout_s=SAVE_S)
+    _log_to_stderr(quiet=arguments.quiet)
+    with show_warnings():
+        try:
+            trio.run(_serve, settings, config, TIER if tiers else "ram")
+        except* OSError as group:
+            raise _cannot_listen(settings, group) from None
+
+
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    """From the file and the arguments, which win. Raises: `MissingConfig`, `InvalidConfig`."""
+    try:
+        from erllama.server.registry import table_from_argument
+        from erllama.server.settings import make_settings, read_file
+    except ModuleNotFoundError as why:
+        if (why.name or "").partition(".")[0] not in EXTRA:
+            raise
+        raise MissingConfig(
+            f"the server needs {why.name}; install it with: pip install 'erllama[server]'"
+        ) from None
+    values: dict[str, Any] = {} if arguments.config is None else read_file(arguments.config)
+    limits = {"max_request_body_bytes": MAX_BODY_BYTES, **values.get("limits", {})}
+    listen = dict(values.get("listen", {}))
+    for name in ("host", "port"):
+        if getattr(arguments, name) is not None:
+            listen[name] = getattr(arguments, name)
+    context = {
+        name: getattr(arguments, name)
+        for name in ("n_ctx", "n_seq_max")
+        if getattr(arguments, name) is not None
+    }
+    models = dict(values.get("models", {}))
+    for text in arguments.model or ():
+        name, table = table_from_argument(text)
+        models[name] = {"path": table.path, "context": context}
+    if context and not models:
+        models["smollm2"] = {"context": context}
+    settings = make_settings({**values, "limits": limits, "listen": listen, "models": models})
+    _check_files(settings)
+    return settings
+
+
+def _check_files(settings: Settings) -> None:
+    """A wrong path is told now, not to the first client."""
+    from pathlib import Path
+
+    for name, table in settings.models.items():
+        for path in (table.path, table.chat_template_file):
+            if path is not None and not Path(path).is_file():
+                raise InvalidConfig(
+                    f"models.{name}: there is no file {path}", detail={"key": f"models.{name}"}
+                )
+
+
+async def _serve(settings: Settings, config: erllama.EngineConfig, tier: str) -> None:
+    from erllama.server.serving import serve
+
+    async with trio.open_nursery() as nursery:
+        asked_to_end = trio.Event()
+        await nursery.start(_wait_for_signal, asked_to_end)
+
+        async def run(*, task_status: trio.TaskStatus[list[str]]) -> None:
+            await serve(
+                settings,
+                config,
+                tier=tier,
+                policy=POLICY,
+                stop=asked_to_end.wait,
+                task_status=task_status,
+            )
+            nursery.cancel_scope.cancel()
+
+        (address,) = await nursery.start(run)
+        print(f"erllama serves on {address}", flush=True)
+
+
+async def _wait_for_signal(asked_to_end: trio.Event, *, task_status: trio.TaskStatus[None]) -> None:
+    """The first one lets answers end; the second one does not wait for them."""
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        task_status.started()
+        async for _ in signals:
+            if asked_to_end.is_set():
+                raise KeyboardInterrupt
+            print("erllama: ending; again to end at once", file=sys.stderr, flush=True)
+            asked_to_end.set()
+
+
+def _log_to_stderr(*, quiet: bool) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    for name in ("erllama.server",) if quiet else ("erllama.server", "erllama.access"):
+        log = logging.getLogger(name)
+        log.setLevel(logging.INFO)
+        log.addHandler(handler)
+        log.propagate = False
+
+
+def _cannot_listen(settings: Settings, group: BaseExceptionGroup[OSError]) -> BaseException:
+    failure: BaseException = group
+    while isinstance(failure, BaseExceptionGroup):
+        failure = failure.exceptions[0]
+    assert isinstance(failure, OSError)
+    if failure.filename is not None:
+        return failure
+    listen = settings.listen
+    return InvalidConfig(f"cannot listen on {listen.host} port {listen.port}: {failure.strerror or failure}")

@@ -1,0 +1,79 @@
+"""The ASGI application: routes of every dialect behind the same middleware."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+import erllama
+from erllama.errors import ErllamaError, InvalidContent, RequestError
+
+from .anthropic_routes import anthropic_routes
+from .body import validation_error
+from .document import openapi_of
+from .health_routes import health_routes
+from .middleware import Cors, Gate, Recorder, refusal
+from .ollama_routes import ollama_routes
+from .openai_routes import openai_routes
+
+if TYPE_CHECKING:
+    from fastapi.responses import Response
+    from starlette.types import ASGIApp
+
+    from .service import Service
+
+TITLE = "erllama"
+
+
+def make_app(service: Service) -> ASGIApp:
+    """Everything that is served. The pool has to run while it is."""
+    return with_middleware(make_routes(service), service)
+
+
+def make_routes(service: Service) -> FastAPI:
+    """The routes, with errors in each surface's shape."""
+    app = FastAPI(title=TITLE, version=erllama.__version__, redoc_url=None)
+    for routes in (health_routes, openai_routes, anthropic_routes, ollama_routes):
+        app.include_router(routes(service))
+    app.openapi = lambda: openapi_of(app)  # type: ignore[method-assign]  # as FastAPI's documentation has it
+    app.add_exception_handler(ErllamaError, _refused)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _not_served)
+    return app
+
+
+def with_middleware(app: ASGIApp, service: Service) -> ASGIApp:
+    """Record, CORS, gate, in this order."""
+    settings = service.settings
+    gate = Gate(
+        app,
+        settings=settings,
+        is_draining=lambda: service.is_draining,
+    )
+    cors = Cors(gate, table=settings.cors)
+    return Recorder(cors, id_header=settings.request_id_header, metrics=service.metrics)
+
+
+def _refused(request: Request, failure: Exception) -> Response:
+    assert isinstance(failure, ErllamaError)
+    return refusal(request.scope, failure)
+
+
+def _invalid(request: Request, failure: Exception) -> Response:
+    assert isinstance(failure, RequestValidationError)
+    return refusal(request.scope, validation_error(failure))
+
+
+def _not_served(request: Request, failure: Exception) -> Response:
+    """Starlette's own refusals: no such path or method, or a body that could not be read."""
+    assert isinstance(failure, HTTPException)
+    if isinstance(failure.__cause__, ErllamaError):
+        return refusal(request.scope, failure.__cause__)
+    if failure.status_code == 400:
+        return refusal(request.scope, InvalidContent("the body cannot be read as JSON"))
+    error = RequestError(f"{failure.detail}: {request.method} {request.url.path}")
+    error.http_status = failure.status_code
+    return refusal(request.scope, error)

@@ -1,0 +1,62 @@
+"""Request bodies: the base of the dialects' models, and their complaints in our words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict
+
+from erllama.errors import ErllamaError, InvalidContent, InvalidOption, UnknownOption
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from fastapi.exceptions import RequestValidationError
+
+
+class Strict(BaseModel):
+    """A body whose unknown fields are refused, as OpenAI and Anthropic refuse them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Lenient(BaseModel):
+    """A body whose unknown fields are ignored and named in a header, as Ollama ignores them."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+
+
+def ignored_note(names: Sequence[str]) -> tuple[str, ...]:
+    """The header that says which fields had no effect."""
+    shown = ", ".join(name for name in sorted(names) if name.isascii() and name.isidentifier())[:400]
+    return (f"x-erllama-ignored: {shown}",) if shown else ()
+
+
+def given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Without those that are None."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def validation_error(failure: RequestValidationError) -> ErllamaError:
+    """The first complaint as an error that names the field."""
+    first = failure.errors()[0]
+    place = [str(part) for part in first["loc"] if part not in ("body", "query")]
+    key = ".".join(place) or "body"
+    if first["type"] == "json_invalid":
+        return InvalidContent("the body is not JSON", detail={"key": "body"})
+    if first["type"] == "extra_forbidden":
+        return UnknownOption(f"unknown parameter: {key!r}", detail={"key": key})
+    if first["type"] == "missing":
+        return InvalidOption(f"missing parameter: {key!r}", reason="missing_option", detail={"key": key})
+    return InvalidOption(f"{key}: {first['msg']}", detail={"key": key})
+
+
+def check_count(name: str, items: Sequence[object] | None, n_max: int) -> None:
+    """Raise `InvalidOption` for more items than the server takes."""
+    if items is not None and len(items) > n_max:
+        raise InvalidOption(f"{name}: at most {n_max}, not {len(items)}", detail={"key": name})
+
+
+def refuse(key: str, why: str) -> InvalidOption:
+    """A field that would have no effect: the caller would wait for one."""
+    return InvalidOption(f"{key}: {why}", detail={"key": key})

@@ -1,0 +1,254 @@
+"""The one way from a request of any dialect to events of the engine and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import deque
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from erllama import Done, ThinkingEnd, TokenId, ToolCallDelta
+from erllama.errors import ContextOverflow, EngineUnresponsive, StickyBusy
+
+from .fit import without_oldest
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Mapping
+    from contextlib import AbstractAsyncContextManager
+
+    from erllama import Completion, Event, Model
+    from erllama.engine.request import EventStream
+
+    from .metrics import Metrics
+    from .pool import Lease, Loading, Pool
+    from .settings import LimitsTable, Settings
+
+END_SESSION_S = 5.0
+LONGEST_TOKEN = 16  # characters
+ROOM_FOR_ANSWER = 4  # a history that is cut leaves this part of the context to the answer, or max_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What a client wants, in no dialect: a prompt (text or token ids) or messages with `chat` options."""
+
+    model: str
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    chat: Mapping[str, Any] = field(default_factory=dict)
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    session_id: str | None = None
+    keep_alive_s: float | None = None
+    may_cut: bool | None = None  # what is too long is cut; None: conversations are, if the settings say so
+    notes: tuple[str, ...] = ()
+
+
+class Answer:
+    """An answer that is being generated: iterate its events. `completion` is there once it is over."""
+
+    def __init__(
+        self,
+        lease: Lease,
+        events: EventStream,
+        limits: LimitsTable,
+        scope: trio.CancelScope,
+        *,
+        n_dropped: int = 0,
+        n_cut: int = 0,
+        one_call: bool = False,
+    ) -> None:
+        self.lease = lease
+        self.n_dropped = n_dropped
+        self.n_cut = n_cut
+        self._one_call = one_call
+        self.completion: Completion | None = None
+        self.signature = b""  # of the last thinking block
+        self._events = events
+        self._scope = scope
+        self._limit = "prefill_s"
+        self._limits = limits
+        self._ahead: deque[Event] = deque()
+        self._n_seen = 0
+        self._ends_at = trio.current_time() + limits.total_s
+
+    @property
+    def model(self) -> Model:
+        """Who answers."""
+        return self.lease.model
+
+    async def usage(self) -> tuple[int, int]:
+        """Tokens of the prompt and how many of them were reused; right once the first event was seen."""
+        mine = self._events.request.id
+        info = next((r for r in self.model.requests() if r.id == mine), None)
+        if info is not None:
+            await trio.lowlevel.checkpoint()
+            return info.n_prompt, info.n_cached
+        while self.completion is None:  # it is over, and all of its events are there
+            self._ahead.append(await self._next())
+        return self.completion.stats.n_prompt, self.completion.stats.n_cached
+
+    def __aiter__(self) -> Answer:
+        return self
+
+    async def __anext__(self) -> Event:
+        """The next event; a limit of time ends the answer's block. Cancellation: loses nothing."""
+        return self._ahead.popleft() if self._ahead else await self._next()
+
+    async def _next(self) -> Event:
+        self._set_limit()
+        try:
+            event = await anext(self._events)
+        finally:
+            self._scope.deadline = math.inf
+        self._n_seen += 1
+        match event:
+            case TokenId():
+                pass
+            case Done(completion):
+                self.completion = _with_one_call(completion) if self._one_call else completion
+            case ToolCallDelta(index=index) if index and self._one_call:
+                return await self._next()
+            case ThinkingEnd(signature):
+                self.signature = signature
+        return event
+
+    def _set_limit(self) -> None:
+        """Moving a deadline costs a tenth of a scope of its own for every token."""
+        limits, now = self._limits, trio.current_time()
+        self._limit = "generation_idle_s" if self._n_seen else "prefill_s"
+        ends_at = now + (limits.generation_idle_s if self._n_seen else limits.prefill_s)
+        if self._ends_at < ends_at:
+            self._limit, ends_at = "total_s", self._ends_at
+        self._scope.deadline = ends_at
+
+    def overdue(self) -> EngineUnresponsive:
+        """The limit that was reached."""
+        return EngineUnresponsive(
+            f"the limit limits.{self._limit} was reached", detail={"limit": self._limit}
+        )
+
+
+def _with_one_call(completion: Completion) -> Completion:
+    """Not every template can be told to call one tool only."""
+    message = completion.message
+    if message is None:
+        return completion
+    message = dataclasses.replace(message, tool_calls=message.tool_calls[:1])
+    return dataclasses.replace(completion, message=message)
+
+
+class Generator:
+    """Answers requests with the models of a pool."""
+
+    def __init__(self, pool: Pool, settings: Settings, metrics: Metrics) -> None:
+        self.pool = pool
+        self.settings = settings
+        self._metrics = metrics
+
+    @asynccontextmanager
+    async def answer(
+        self, ask: Ask, *, on_loading: Callable[[Loading], None] = lambda _: None
+    ) -> AsyncIterator[Answer]:
+        """The answer, for the block. Leaving it early ends the request wherever it is, and its session.
+
+        Raises: `ModelNotFound`, `QueueFull`, `QueueTimeout`, what loading raises, as `Model.chat`, and
+        `EngineUnresponsive` when a limit of time ends it.
+        Cancellation: as leaving the block.
+        """
+        spec = self.pool.resolver.resolve(ask.model)
+        async with (
+            self.pool.lease(spec, keep_alive_s=ask.keep_alive_s, on_loading=on_loading) as lease,
+            self._opened(lease, ask) as answer,
+        ):
+            self._metrics.begun(spec.name)
+            try:
+                yield answer
+            finally:
+                self._metrics.ended(spec.name, answer.completion)
+                if answer.completion is None and ask.session_id is not None:
+                    with trio.move_on_after(END_SESSION_S, shield=True):
+                        await lease.model.end_session(ask.session_id)
+
+    @asynccontextmanager
+    async def _opened(self, lease: Lease, asked: Ask) -> AsyncIterator[Answer]:
+        limits = self.settings.limits
+        async with AsyncExitStack() as stack:
+            started, ask, n_cut = trio.current_time(), asked, 0
+            while True:
+                try:
+                    with trio.fail_after(limits.engine_call_s):
+                        events = await stack.enter_async_context(_stream(lease.model, ask))
+                    break
+                except trio.TooSlowError:
+                    raise EngineUnresponsive(
+                        f"the engine did not take the request within {limits.engine_call_s:g} s",
+                        detail={"limit": "engine_call_s", "seconds": limits.engine_call_s},
+                    ) from None
+                except StickyBusy:
+                    if self.settings.session_busy == "refuse" or ask.session_id is None:
+                        raise
+                    ask = dataclasses.replace(ask, session_id=None)
+                except ContextOverflow as why:
+                    if ask.messages is not None:
+                        ask = self._shorter(ask, why)
+                    else:
+                        ask, n_cut = await _cut(lease.model, ask, why)
+            self._metrics.admitted("infer", trio.current_time() - started)
+            scope = trio.CancelScope()
+            answer = Answer(
+                lease,
+                events,
+                limits,
+                scope,
+                n_dropped=len(asked.messages or ()) - len(ask.messages or ()),
+                n_cut=n_cut,
+                one_call=ask.chat.get("parallel_tool_calls") is False,
+            )
+            with scope:
+                yield answer
+            if scope.cancelled_caught:
+                raise answer.overdue()
+
+    def _shorter(self, ask: Ask, why: ContextOverflow) -> Ask:
+        may_cut = self.settings.fit_history if ask.may_cut is None else ask.may_cut
+        if not may_cut or not isinstance(why.detail, dict):
+            raise why
+        n_prompt, n_wanted = int(why.detail["n_prompt"]), _room(ask, why)
+        shorter = without_oldest(ask.messages or (), n_prompt=n_prompt, n_wanted=n_wanted)
+        if shorter is None:
+            raise why
+        return dataclasses.replace(ask, messages=[dict(message) for message in shorter])
+
+
+def _room(ask: Ask, why: ContextOverflow) -> int:
+    """Tokens that a prompt may have, so that an answer fits behind it."""
+    assert isinstance(why.detail, dict)
+    n_ctx = int(why.detail["n_ctx"])
+    return max(1, n_ctx - 1 - int(min(ask.generation.get("max_tokens", math.inf), n_ctx // ROOM_FOR_ANSWER)))
+
+
+async def _cut(model: Model, ask: Ask, why: ContextOverflow) -> tuple[Ask, int]:
+    """A prompt without its beginning, where that is wanted; how many tokens went."""
+    if not ask.may_cut or not isinstance(ask.prompt, str) or not isinstance(why.detail, dict):
+        raise why
+    n_wanted = _room(ask, why)
+    # Its last part only: tokenizers are slow on what is long, and longer tokens than that are rare.
+    ids = await model.tokenize_async(ask.prompt[-n_wanted * LONGEST_TOKEN :], add_special=False)
+    head = model.tokenize("")  # what the model wants before every prompt
+    kept = ids[-max(1, n_wanted - len(head)) :]
+    return dataclasses.replace(ask, prompt=[*head, *kept]), int(why.detail["n_prompt"]) - len(head) - len(
+        kept
+    )
+
+
+def _stream(model: Model, ask: Ask) -> AbstractAsyncContextManager[EventStream]:
+    # Those who wait for a sequence do so in the pool's queue; what is left is the step in which one ends.
+    options: dict[str, Any] = {**ask.generation, "session_id": ask.session_id, "on_full": "block"}
+    if ask.messages is not None:
+        return model.chat_stream(ask.messages, **ask.chat, **options)
+    assert ask.prompt is not None, "an ask has messages or a prompt"
+    return model.stream(ask.prompt, **options)

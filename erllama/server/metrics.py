@@ -1,0 +1,162 @@
+"""What `/metrics` tells, in Prometheus text."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import trio
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from erllama import Completion
+
+    from .pool import Pool
+    from .record import Record
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SECONDS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+
+
+class Metrics:
+    """Counters, gauges and histograms of one server. Gauges are read when somebody scrapes."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        of_request, of_model = ("surface", "path", "status"), ("model",)
+        registry = self._registry
+        self._requests = Counter("erllama_requests", "HTTP requests answered", of_request, registry=registry)
+        self._duration = Histogram(
+            "erllama_request_duration_seconds", "HTTP requests, to their last byte", ("surface", "path"),
+            buckets=SECONDS, registry=registry,
+        )  # fmt: skip
+        self._tokens = Counter(
+            "erllama_tokens",
+            "Tokens: of prompts, of these reused, generated",
+            ("model", "kind"),
+            registry=registry,
+        )
+        self._hits = Counter(
+            "erllama_cache_hits", "Requests by how they were admitted", ("model", "kind"), registry=registry
+        )
+        self._cancelled = Counter(
+            "erllama_cancelled", "Answers whose client left", of_model, registry=registry
+        )
+        self._prefill = self._histogram("erllama_prefill_duration_seconds", "Computing the prompt")
+        self._first = self._histogram("erllama_first_token_seconds", "Submission to the first token")
+        self._decode = self._histogram("erllama_generation_duration_seconds", "First to last token")
+        self._admit = Histogram(
+            "erllama_engine_admit_duration_seconds", "Handing a request to the engine, rendering included",
+            ("op",), buckets=SECONDS, registry=registry,
+        )  # fmt: skip
+        self._streams = Gauge(
+            "erllama_active_answers", "Answers being generated", of_model, registry=registry
+        )
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(name, text, ("model",), buckets=SECONDS, registry=self._registry)
+
+    def watch(self, pool: Pool) -> None:
+        """Report the pool's gauges too."""
+        self._registry.register(_PoolCollector(pool))
+
+    def text(self) -> bytes:
+        """All of it."""
+        return generate_latest(self._registry)
+
+    # --- what happened ---
+
+    def served(self, record: Record, path: str, seconds: float) -> None:
+        """A request is over. `path`: the route's, so that labels stay few."""
+        self._requests.labels(record.surface, path, str(record.status)).inc()
+        self._duration.labels(record.surface, path).observe(seconds)
+
+    def admitted(self, op: str, seconds: float) -> None:
+        """The engine has a request."""
+        self._admit.labels(op).observe(seconds)
+
+    def begun(self, model: str) -> None:
+        """An answer is being generated."""
+        self._streams.labels(model).inc()
+
+    def ended(self, model: str, completion: Completion | None) -> None:
+        """It is over; without a completion its client left, or it failed."""
+        self._streams.labels(model).dec()
+        if completion is None:
+            self._cancelled.labels(model).inc()
+            return
+        stats = completion.stats
+        for kind, n in (
+            ("prompt", stats.n_prompt),
+            ("cached", stats.n_cached),
+            ("generated", stats.n_generated),
+        ):
+            self._tokens.labels(model, kind).inc(n)
+        self._hits.labels(model, completion.cache_hit_kind).inc()
+        self._prefill.labels(model).observe(stats.prefill_s)
+        self._first.labels(model).observe(stats.first_token_s)
+        self._decode.labels(model).observe(stats.decode_s)
+
+
+class _PoolCollector(Collector):
+    """Gauges of the pool and its models, read at each scrape."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._busy = BusyRatio()
+
+    def collect(self) -> Iterator[Metric]:
+        """See prometheus-client."""
+        yield from self._of_models()
+        statistics = self._pool.statistics()
+        for name, text, value in (
+            ("erllama_model_loads", "Models loaded", statistics.n_loads),
+            ("erllama_model_load_failures", "Loads that failed", statistics.n_failed_loads),
+            ("erllama_model_unloads", "Models unloaded", statistics.n_unloads),
+        ):
+            yield CounterMetricFamily(name, text, value=value)
+        busy = GaugeMetricFamily("erllama_busy_ratio", "Share of time since the last scrape", labels=["kind"])
+        for kind, ratio in self._busy.sample().items():
+            busy.add_metric([kind], ratio)
+        yield busy
+
+    def _of_models(self) -> Iterator[Metric]:
+        names = ["model"]
+        loaded = GaugeMetricFamily("erllama_model_loaded", "1 if it is loaded", labels=names)
+        running = GaugeMetricFamily("erllama_requests_running", "Requests that hold a place", labels=names)
+        queued = GaugeMetricFamily("erllama_queue_depth", "Requests that wait for a place", labels=names)
+        steps = CounterMetricFamily("erllama_steps", "Calls of llama_decode", labels=names)
+        apply = SummaryMetricFamily("erllama_chat_apply_duration_seconds", "Rendering chats", labels=names)
+        parse = SummaryMetricFamily("erllama_chat_parse_duration_seconds", "Reading answers", labels=names)
+        for entry in self._pool.all_entries():
+            label = [entry.spec.name]
+            loaded.add_metric(label, float(entry.is_loaded))
+            running.add_metric(label, entry.n_running)
+            queued.add_metric(label, entry.n_waiting)
+            if entry.model is None or not entry.is_loaded:
+                continue
+            steps.add_metric(label, entry.model.statistics().n_steps)
+            chat = entry.model.chat_statistics()
+            apply.add_metric(label, count_value=chat.n_applied, sum_value=chat.apply_s)
+            parse.add_metric(label, count_value=chat.n_parsed, sum_value=chat.parse_s)
+        yield from (loaded, running, queued, steps, apply, parse)
+
+
+class BusyRatio:
+    """How busy the event loop's thread and the worker threads were since the last sample, 0 to 1."""
+
+    def __init__(self) -> None:
+        self._wall, self._cpu = time.monotonic(), time.thread_time()
+
+    def sample(self) -> dict[str, float]:
+        """Thread: the event loop's."""
+        wall, cpu = time.monotonic(), time.thread_time()
+        passed = max(wall - self._wall, 1e-9)
+        loop = min(max((cpu - self._cpu) / passed, 0.0), 1.0)
+        self._wall, self._cpu = wall, cpu
+        limiter = trio.to_thread.current_default_thread_limiter()
+        return {"event_loop": loop, "threads": limiter.borrowed_tokens / max(limiter.total_tokens, 1)}

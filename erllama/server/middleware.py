@@ -1,0 +1,249 @@
+"""What every request passes before its route: record and log, CORS, keys, body limit. Plain ASGI."""
+
+from __future__ import annotations
+
+import hmac
+import itertools
+import logging
+import math
+import re
+import time
+from typing import TYPE_CHECKING
+
+import trio
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+
+from erllama.errors import AuthenticationFailed, BodyTooLarge, ErllamaError, RequestError, ShuttingDown
+
+from .failures import as_error, body_of, headers_of, status_of, surface_of
+from .host import is_meant
+from .record import KEY, Record, record_of
+from .reply import json_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from .metrics import Metrics
+    from .settings import CorsTable, Settings
+
+access = logging.getLogger("erllama.access")
+log = logging.getLogger("erllama.server")
+
+OPEN_PATHS = ("/health", "/health/ready", "/metrics", "/docs", "/openapi.json", "/api/version")
+SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_numbers = itertools.count(1)
+
+
+def refusal(scope: Scope, error: ErllamaError) -> Response:
+    """An error as the reply of the surface that was asked."""
+    record = record_of(scope)
+    record.error = error.reason
+    body = body_of(error, record.surface, record.request_id)
+    return Response(
+        json_bytes(body),
+        status_of(error, record.surface),
+        {**record.headers, **headers_of(error)},
+        "application/json",
+    )
+
+
+class Recorder:
+    """Outermost: gives each request its id and record, writes the access log, and catches what is left."""
+
+    def __init__(self, app: ASGIApp, *, id_header: str, metrics: Metrics) -> None:
+        self._app = app
+        self._header = id_header
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(self._header, "")
+        record = scope[KEY] = Record(
+            request_id=given if SAFE_ID.fullmatch(given) else f"req_{next(_numbers)}",
+            surface=surface_of(scope["path"]),
+            method=scope["method"],
+            path=scope["path"],
+            started=time.monotonic(),
+        )
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers[self._header] = record.request_id
+                if record.surface == "anthropic":
+                    headers["request-id"] = record.request_id  # where its SDK looks
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as failure:
+            log.exception("request %s failed", record.request_id)
+            if record.status:
+                raise  # the reply has begun; the server closes the connection
+            await refusal(scope, as_error(failure))(scope, receive, send_with_id)
+        finally:
+            self._write(record, scope)
+
+    def _write(self, record: Record, scope: Scope) -> None:
+        seconds = time.monotonic() - record.started
+        route = getattr(scope.get("route"), "path", "other")
+        self._metrics.served(record, route, seconds)
+        stats = None if record.completion is None else record.completion.stats
+        access.info(
+            "%s %s %s %d %.3fs model=%s prompt=%s cached=%s generated=%s error=%s",
+            record.request_id,
+            record.method,
+            record.path.encode("unicode_escape").decode()[:256],
+            record.status,
+            seconds,
+            record.model and record.model.encode("unicode_escape").decode()[:256],
+            stats and stats.n_prompt,
+            stats and stats.n_cached,
+            stats and stats.n_generated,
+            record.error,
+        )
+
+
+class Cors:
+    """Lets pages of the listed origins in; without a list it does nothing."""
+
+    def __init__(self, app: ASGIApp, *, table: CorsTable) -> None:
+        self._app = app
+        self._table = table
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http" or not self._table.origins:
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        allowed = self._allowed(headers.get("origin"))
+        if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
+            await Response(status_code=204, headers=self._preflight(headers, allowed))(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                made = MutableHeaders(scope=message)
+                for name, value in allowed.items():
+                    made[name] = value
+                made.add_vary_header("origin")
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)
+
+    def _allowed(self, origin: str | None) -> dict[str, str]:
+        if origin is None or not {"*", origin} & set(self._table.origins):
+            return {}
+        return {"access-control-allow-origin": origin, "access-control-expose-headers": "*"}
+
+    def _preflight(self, headers: Headers, allowed: dict[str, str]) -> dict[str, str]:
+        if not allowed:
+            return {"vary": "origin"}
+        return {
+            **allowed,
+            "access-control-allow-methods": "GET, POST, DELETE",
+            "access-control-allow-headers": headers.get("access-control-request-headers", "*"),
+            "access-control-max-age": str(self._table.max_age_s),
+            "vary": "origin",
+        }
+
+
+class Gate:
+    """Refuses what needs no route: wrong keys, bodies too large or slow, requests while the server ends."""
+
+    def __init__(
+        self, app: ASGIApp, *, settings: Settings, is_draining: Callable[[], bool]
+    ) -> None:
+        self._app = app
+        auth, limits = settings.auth, settings.limits
+        self._keys = {"openai": auth.openai, "anthropic": auth.anthropic, "ollama": auth.ollama}
+        self._listen = settings.listen
+        self._max = limits.max_request_body_bytes
+        self._slow_s = limits.slow_client_s
+        self._is_draining = is_draining
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        error = self._refusal(scope, headers)
+        if error is not None:
+            await refusal(scope, error)(scope, receive, send)
+            return
+        _read_as_json(scope, headers)
+        n_read, is_whole = 0, False
+
+        async def receive_within_limits() -> Message:
+            nonlocal n_read, is_whole
+            with trio.move_on_after(math.inf if is_whole else self._slow_s) as patience:
+                message = await receive()
+            if patience.cancelled_caught:
+                raise _too_slow(self._slow_s)
+            is_whole = is_whole or not message.get("more_body", False)
+            n_read += len(message.get("body", b""))
+            if n_read > self._max:
+                raise _too_large(self._max)
+            return message
+
+        await self._app(scope, receive_within_limits, send)
+
+    def _refusal(self, scope: Scope, headers: Headers) -> ErllamaError | None:
+        if not is_meant(headers.get("host"), self._listen):
+            error = RequestError("this server answers to the names of this machine only (listen.hosts)")
+            error.http_status = 403
+            return error
+        if scope["path"] in OPEN_PATHS:
+            return None
+        if self._is_draining():
+            return ShuttingDown("the server is about to end")
+        keys = self._keys[record_of(scope).surface]
+        if keys and not _has_key(headers, keys):
+            return AuthenticationFailed(
+                "this server wants an API key, and this request has none that it knows"
+            )
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > self._max:
+            return _too_large(self._max)
+        return None
+
+
+def _too_large(n_max: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body is larger than {n_max} bytes", detail={"max_request_body_bytes": n_max})
+
+
+def _too_slow(seconds: float) -> RequestError:
+    error = RequestError(f"no more of the body came within {seconds:g} s", reason="timeout")
+    error.http_status = 408
+    return error
+
+
+def _has_key(headers: Headers, keys: tuple[str, ...]) -> bool:
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    given = [headers.get("x-api-key", "")]
+    if scheme.lower() == "bearer":
+        given.append(bearer.strip())
+    # All comparisons are made, and each in constant time.
+    matches = [hmac.compare_digest(g.encode(), key.encode()) for g in given for key in keys]
+    return any(matches)
+
+
+def _read_as_json(scope: Scope, headers: Headers) -> None:
+    """`curl -d` sends JSON under another name; it is read as JSON unless it may come from a web page.
+
+    A page of another origin can send only such "simple" requests without asking first, so from a browser
+    they are refused as what they say they are.
+    """
+    if "origin" in headers or "sec-fetch-site" in headers:
+        return
+    kept = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+    scope["headers"] = [*kept, (b"content-type", b"application/json")]

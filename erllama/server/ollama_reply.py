@@ -1,0 +1,134 @@
+"""Answers in the shapes of /api/generate and /api/chat: one JSON object a line, or one at all."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from erllama import Thinking, Token
+
+from .failures import body_of
+from .reply import json_bytes
+
+if TYPE_CHECKING:
+    from erllama import Completion, Event, Model
+    from erllama.errors import ErllamaError
+
+    from .generation import Answer
+
+
+def now() -> str:
+    """RFC 3339, in UTC."""
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def nanoseconds(seconds: float) -> int:
+    """Ollama counts them."""
+    return max(0, round(seconds * 1e9))
+
+
+class OllamaReply:
+    """One reply. `is_chat`: the text is in a message."""
+
+    media_type = "application/x-ndjson"
+    ping = b""
+    loading = b""
+
+    def __init__(self, model: str, *, is_chat: bool) -> None:
+        self._model = model
+        self._is_chat = is_chat
+        self._started = trio.current_time()
+
+    def _object(self, text: str, **more: Any) -> dict[str, Any]:
+        head = {"model": self._model, "created_at": now()}
+        if self._is_chat:
+            message = {"role": "assistant", "content": text, **more.pop("message", {})}
+            return {**head, "message": message, **more}
+        return {**head, "response": text, **more}
+
+    def _line(self, text: str, **more: Any) -> bytes:
+        return json_bytes(self._object(text, **{"done": False, **more})) + b"\n"
+
+    async def begin(self, answer: Answer) -> bytes:
+        """Nothing but the headers: a line would be read as a piece of the answer."""
+        return b""
+
+    async def event(self, answer: Answer, event: Event) -> bytes:
+        """A line with more of the text, or of the thinking."""
+        match event:
+            case Token(text):
+                return self._line(text)
+            case Thinking(text):
+                thought = {"thinking": text}
+                return self._line("", message=thought) if self._is_chat else self._line("", **thought)
+        return b""
+
+    def remark(self, text: str) -> bytes:
+        """There are no comments."""
+        return b""
+
+    def end(self, answer: Answer, completion: Completion) -> bytes:
+        """The calls, and the line with the counts."""
+        calls = tool_calls(completion)
+        lines = self._line("", message={"tool_calls": calls}) if calls else b""
+        return lines + json_bytes(self._object("", **self._ending(answer, completion))) + b"\n"
+
+    def failed(self, error: ErllamaError, request_id: str) -> bytes:
+        """A line with the error."""
+        return json_bytes(body_of(error, "ollama", request_id)) + b"\n"
+
+    def whole(self, answer: Answer, completion: Completion) -> dict[str, Any]:
+        """The reply as one object."""
+        message, more = completion.message, dict[str, Any]()
+        if message is not None and message.reasoning_content:
+            more["thinking"] = message.reasoning_content
+        if self._is_chat:
+            calls = tool_calls(completion)
+            more = {"message": {**more, **({"tool_calls": calls} if calls else {})}}
+        return self._object(completion.reply, **more, **self._ending(answer, completion))
+
+    def _ending(self, answer: Answer, completion: Completion) -> dict[str, Any]:
+        stats = completion.stats
+        ending: dict[str, Any] = {
+            "done": True,
+            "done_reason": "length" if completion.finish_reason == "length" else "stop",
+            "total_duration": nanoseconds(trio.current_time() - self._started),
+            "load_duration": nanoseconds(answer.lease.load_s),
+            "prompt_eval_count": stats.n_prompt,
+            "prompt_eval_cached_count": stats.n_cached,  # a part of prompt_eval_count
+            "prompt_eval_duration": nanoseconds(stats.restore_s + stats.prefill_s),
+            "eval_count": stats.n_generated,
+            "eval_duration": nanoseconds(stats.decode_s),
+        }
+        if completion.logprobs is not None:
+            ending["logprobs"] = _logprobs(answer.model, completion)
+        return ending
+
+    def preloaded(self, reason: str, load_s: float) -> dict[str, Any]:
+        """The reply to a request without a prompt."""
+        return self._object(
+            "",
+            done=True,
+            done_reason=reason,
+            total_duration=nanoseconds(trio.current_time() - self._started),
+            load_duration=nanoseconds(load_s),
+        )
+
+
+def tool_calls(completion: Completion) -> list[dict[str, Any]]:
+    """Calls, with decoded arguments."""
+    message = completion.message
+    calls = () if message is None else message.tool_calls
+    return [{"id": c.id, "function": {"name": c.name, "arguments": c.arguments}} for c in calls]
+
+
+def _logprobs(model: Model, completion: Completion) -> list[dict[str, Any]]:
+    def told(token: int, logprob: float) -> dict[str, Any]:
+        return {"token": model.detokenize([token]), "logprob": logprob}
+
+    return [
+        {**told(each.token, each.logprob), "top_logprobs": [told(*other) for other in each.top]}
+        for each in completion.logprobs or ()
+    ]

@@ -1,0 +1,191 @@
+"""The routes of the Ollama dialect."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import trio
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+
+import erllama
+from erllama.errors import InvalidOption, NotSupported
+
+from .body import check_count
+from .duration import seconds_of
+from .ollama_ask import chat_ask, generate_ask
+from .ollama_body import EmbedBody, GenerateBody, OllamaChatBody, OllamaEmbeddingsBody, ShowBody
+from .ollama_reply import OllamaReply
+from .pool import Entry
+from .registry import Spec
+from .reply import AnswerReply
+from .service import session_of
+
+if TYPE_CHECKING:
+    from .service import Service
+
+LATER = ("/api/pull", "/api/push", "/api/create", "/api/copy", "/api/search", "/api/edit")
+NEVER = timedelta(days=100 * 365)  # what clients are shown for "not at all"
+
+
+def ollama_routes(service: Service) -> APIRouter:
+    """The router."""
+    router = APIRouter(tags=["Ollama"])
+    limits = service.settings.limits
+
+    @router.post("/api/generate")
+    async def generate(body: GenerateBody, request: Request) -> Response:
+        """Continue a prompt, or load (or with `keep_alive: 0` unload) the model if there is none."""
+        if not body.prompt:
+            return await _preload(service, body.model, body.keep_alive, is_chat=False)
+        templated = not body.raw and await _has_template(service, body.model)
+        ask = generate_ask(body, session_of(request), templated=templated)
+        reply = OllamaReply(body.model, is_chat=False)
+        return AnswerReply(service.generator, ask, reply, stream=body.stream is not False)
+
+    @router.post("/api/chat")
+    async def chat(body: OllamaChatBody, request: Request) -> Response:
+        """Answer a conversation, or load (or unload) the model if there is none."""
+        if not body.messages:
+            return await _preload(service, body.model, body.keep_alive, is_chat=True)
+        ask = chat_ask(body, limits, session_of(request))
+        reply = OllamaReply(body.model, is_chat=True)
+        return AnswerReply(service.generator, ask, reply, stream=body.stream is not False)
+
+    @router.post("/api/embed")
+    async def embed(body: EmbedBody) -> Response:
+        """Not supported yet."""
+        check_count(
+            "input", body.input if isinstance(body.input, list) else None, limits.max_embedding_inputs
+        )
+        service.spec(body.model)
+        raise NotSupported("embeddings are not supported yet")
+
+    @router.post("/api/embeddings")
+    async def embeddings(body: OllamaEmbeddingsBody) -> Response:
+        """Not supported yet."""
+        service.spec(body.model)
+        raise NotSupported("embeddings are not supported yet")
+
+    @router.get("/api/tags")
+    async def tags() -> JSONResponse:
+        """Models that can be asked."""
+        models = [await trio.to_thread.run_sync(_listed, spec) for spec in service.pool.resolver.specs()]
+        return JSONResponse({"models": models})
+
+    @router.get("/api/ps")
+    async def running() -> JSONResponse:
+        """Models that are loaded."""
+        return JSONResponse({"models": [_running(e) for e in service.pool.entries() if e.is_loaded]})
+
+    @router.post("/api/show")
+    async def show(body: ShowBody) -> JSONResponse:
+        """What is known of a model; more once it is loaded."""
+        if not (body.model or body.name):
+            raise InvalidOption(
+                "missing parameter: 'model'", reason="missing_option", detail={"key": "model"}
+            )
+        spec = service.pool.resolver.resolve(body.model or body.name)
+        return JSONResponse(_shown(spec, service.pool.entry_of(spec)))
+
+    @router.get("/api/version")
+    async def version() -> JSONResponse:
+        """erllama's."""
+        return JSONResponse({"version": erllama.__version__})
+
+    @router.get("/")
+    async def root() -> PlainTextResponse:
+        """Some clients ask whether anybody is there."""
+        return PlainTextResponse("erllama is running")
+
+    async def later() -> Response:
+        """Not supported yet: models are those that the server was started with."""
+        raise NotSupported("models are not fetched or changed over HTTP yet; name them with -m or --config")
+
+    for path in LATER:
+        router.add_api_route(path, later, methods=["POST"], name=path)
+    router.add_api_route("/api/delete", later, methods=["DELETE"], name="/api/delete")
+    return router
+
+
+async def _preload(service: Service, name: str, keep_alive: float | str | None, *, is_chat: bool) -> Response:
+    reply, keep_alive_s = OllamaReply(name, is_chat=is_chat), seconds_of(keep_alive)
+    spec = service.pool.resolver.resolve(name)
+    if keep_alive_s == 0:
+        await service.pool.let_go(spec)
+        return JSONResponse(reply.preloaded("unload", 0.0))
+    async with service.pool.lease(spec, keep_alive_s=keep_alive_s, with_place=False) as lease:
+        load_s = lease.load_s
+    return JSONResponse(reply.preloaded("load", load_s))
+
+
+async def _has_template(service: Service, name: str) -> bool:
+    """Whether the model can be asked in the form of a conversation; it is loaded for that."""
+    async with service.reading(name) as lease:
+        try:
+            await lease.model.chat_apply([{"role": "user", "content": "?"}])
+        except NotSupported as why:
+            if why.reason == "chat_not_supported":
+                return False
+            raise
+    return True
+
+
+def _listed(spec: Spec) -> dict[str, Any]:
+    size, modified = 0, 0.0
+    if spec.file is not None and spec.file.is_file():
+        stat = spec.file.stat()
+        size, modified = stat.st_size, stat.st_mtime
+    return {
+        "name": spec.name,
+        "model": spec.name,
+        "size": size,
+        "modified_at": datetime.fromtimestamp(modified, UTC).isoformat(),
+        "details": {"format": "gguf"},
+    }
+
+
+def _running(entry: Entry) -> dict[str, Any]:
+    assert entry.model is not None, "it is loaded"
+    info, wall = entry.model.info(), datetime.now(UTC)
+    left = entry.expires_at - trio.current_time()
+    return {
+        "name": entry.spec.name,
+        "model": entry.spec.name,
+        "size": info.vram_estimate_bytes,
+        "size_vram": 0 if not entry.spec.table.model_options().n_gpu_layers else info.vram_estimate_bytes,
+        "expires_at": (wall + (NEVER if math.isinf(left) else timedelta(seconds=left))).isoformat(),
+        "context_length": info.n_ctx,
+        "details": _details(entry),
+    }
+
+
+def _details(entry: Entry | None) -> dict[str, Any]:
+    if entry is None or entry.model is None or not entry.is_loaded:
+        return {"format": "gguf"}
+    info = entry.model.info()
+    architecture = str(info.details.get("architecture", ""))
+    return {
+        "format": "gguf",
+        "family": architecture,
+        "families": [architecture] if architecture else [],
+        "quantization_level": info.quant_tag,
+    }
+
+
+def _shown(spec: Spec, entry: Entry | None) -> dict[str, Any]:
+    details = _details(entry)
+    known: dict[str, Any] = {}
+    if entry is not None and entry.model is not None and entry.is_loaded:
+        known = {"general.architecture": details["family"], "erllama.n_ctx": entry.model.info().n_ctx}
+    n_ctx = spec.n_ctx
+    return {
+        "modelfile": "",
+        "parameters": "" if n_ctx is None else f"num_ctx {n_ctx}",
+        "template": "",
+        "details": details,
+        "model_info": known,
+        "capabilities": ["completion"],
+    }

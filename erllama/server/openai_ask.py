@@ -1,0 +1,144 @@
+"""From bodies of the OpenAI dialect to what the engine is asked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .body import check_count, given, ignored_note, refuse
+from .generation import Ask
+from .openai_body import MAX_TOKENS
+
+if TYPE_CHECKING:
+    from .openai_body import ChatBody, Sampled, TextBody
+    from .settings import LimitsTable
+
+# Accepted because clients send them to every server; they change nothing here, and the reply says so.
+NO_EFFECT = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_retention"),
+    *("verbosity", "keep_alive", "prediction", "prompt_cache_options"),
+)
+NO_REASONING = ("none", "minimal")
+
+
+def chat_ask(body: ChatBody, limits: LimitsTable, session_id: str | None) -> Ask:
+    """Raises: `InvalidOption` for what cannot be honoured."""
+    check_count("messages", body.messages, limits.max_messages)
+    check_count("tools", body.tools, limits.max_tools)
+    if body.modalities not in (None, ["text"]):
+        raise refuse("modalities", "only text")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise refuse("top_logprobs", "it needs logprobs: true")
+    generation = _generation(body)
+    if body.max_completion_tokens is not None:
+        generation["max_tokens"] = body.max_completion_tokens
+    if body.logprobs:
+        generation["logprobs"] = body.top_logprobs or 0
+    if body.thinking_budget_tokens is not None:
+        generation["thinking_budget_tokens"] = body.thinking_budget_tokens
+    return Ask(
+        model=body.model,
+        messages=body.messages,
+        chat=chat_options(
+            tools=body.tools,
+            tool_choice=body.tool_choice,
+            parallel=body.parallel_tool_calls,
+            response_format=body.response_format,
+            effort=body.reasoning_effort,
+            template_kwargs=body.chat_template_kwargs,
+        ),
+        generation=generation,
+        session_id=session_id or body.prompt_cache_key,
+        notes=ignored(body),
+    )
+
+
+def text_ask(body: TextBody, session_id: str | None) -> Ask:
+    """Raises: `InvalidOption` for what cannot be honoured."""
+    if body.echo:
+        raise refuse("echo", "the prompt is not repeated")
+    if body.suffix:
+        raise refuse("suffix", "text cannot be filled in before a suffix")
+    if body.best_of not in (None, 1):
+        raise refuse("best_of", "only 1")
+    generation = _generation(body)
+    if body.logprobs is not None:
+        generation["logprobs"] = body.logprobs
+    if body.json_schema is not None:
+        generation["json_schema"] = body.json_schema
+    return Ask(
+        model=body.model,
+        prompt=_one_prompt(body.prompt),
+        generation=generation,
+        session_id=session_id or body.prompt_cache_key,
+        notes=ignored(body),
+    )
+
+
+def chat_options(
+    *,
+    tools: list[dict[str, Any]] | None,
+    tool_choice: str | dict[str, Any] | None,
+    parallel: bool | None,
+    response_format: dict[str, Any] | None,
+    effort: str | None,
+    template_kwargs: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Options of `Model.chat`. Without tools, `tool_choice` says nothing."""
+    kwargs = dict(template_kwargs or {})
+    if effort is not None and effort not in NO_REASONING:
+        kwargs.setdefault("reasoning_effort", effort)
+    return given(
+        {
+            "tools": tools or None,
+            "tool_choice": tool_choice if tools else None,
+            "parallel_tool_calls": parallel,
+            "response_format": response_format,
+            "reasoning": "off" if effort in NO_REASONING else None,
+            "template_kwargs": kwargs or None,
+        }
+    )
+
+
+def ignored(body: Sampled) -> tuple[str, ...]:
+    """The header for fields that change nothing."""
+    return ignored_note([name for name in NO_EFFECT if getattr(body, name, None) is not None])
+
+
+def _generation(body: Sampled) -> dict[str, Any]:
+    if body.n not in (None, 1):
+        raise refuse("n", f"one answer for a request, not {body.n}; ask several times, prompts are shared")
+    for name in ("presence_penalty", "frequency_penalty"):
+        if getattr(body, name):
+            raise refuse(name, "only 0; there is repetition_penalty")
+    return given(
+        {
+            "max_tokens": body.max_tokens or MAX_TOKENS,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": body.top_k,
+            "min_p": body.min_p,
+            "repetition_penalty": body.repetition_penalty,
+            "seed": None if body.seed is None else body.seed % (2**32 - 1),  # OpenAI's is of 64 bits
+            "stop": body.stop,
+            "grammar": body.grammar,
+            "cache": body.cache,
+            "exact": body.exact,
+            "logit_bias": None if body.logit_bias is None else _biases(body.logit_bias),
+        }
+    )
+
+
+def _biases(biases: dict[str, float]) -> dict[int, float]:
+    try:
+        return {int(token): bias for token, bias in biases.items()}
+    except ValueError:
+        raise refuse("logit_bias", "its keys are token ids") from None
+
+
+def _one_prompt(prompt: Any) -> str | list[int]:
+    """A prompt, or a list of one."""
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        if len(prompt) != 1:
+            raise refuse("prompt", "one prompt for a request; ask several times, they are shared")
+        prompt = prompt[0]
+    return prompt if isinstance(prompt, str) else list(prompt)

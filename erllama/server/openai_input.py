@@ -1,0 +1,108 @@
+"""Conversations of /v1/responses: input items to messages, and those that are kept for the next turn."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+from erllama.errors import InvalidContent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+TTL_S = 3600.0
+MAX_KEPT = 1000
+TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+Messages = list[dict[str, Any]]
+
+
+def messages_of(given: str | list[dict[str, Any]]) -> Messages:
+    """Input items as messages; calls join the assistant's message before them. Raises: `InvalidContent`."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    made: Messages = []
+    for i, item in enumerate(given):
+        _add(made, item, i)
+    return made
+
+
+def _add(made: Messages, item: Mapping[str, Any], i: int) -> None:
+    match item.get("type", "message"):
+        case "message":
+            role, content = item.get("role"), _text(item.get("content"), i)
+            if role == "assistant" and made and made[-1]["role"] == "assistant" and not made[-1]["content"]:
+                made[-1]["content"] = content  # the reasoning item before it
+            else:
+                made.append({"role": role, "content": content})
+        case "function_call":
+            call = {
+                "id": _id(item, i),
+                "type": "function",
+                "function": {"name": item.get("name"), "arguments": item.get("arguments") or "{}"},
+            }
+            if not made or made[-1]["role"] != "assistant":
+                made.append({"role": "assistant", "content": ""})
+            made[-1].setdefault("tool_calls", []).append(call)
+        case "function_call_output":
+            output = item.get("output")
+            text = output if isinstance(output, str) else _text(output, i)
+            made.append({"role": "tool", "tool_call_id": _id(item, i), "content": text})
+        case "reasoning":
+            made.append(
+                {"role": "assistant", "content": "", "reasoning_content": _text(item.get("content") or [], i)}
+            )
+        case other:
+            raise InvalidContent(
+                f"input[{i}]: items of type {other!r} cannot be used", detail={"key": "input"}
+            )
+
+
+def _id(item: Mapping[str, Any], i: int) -> str:
+    found = item.get("call_id")
+    if not isinstance(found, str):
+        raise InvalidContent(f"input[{i}]: its call_id is missing", detail={"key": "input"})
+    return found
+
+
+def _text(content: object, i: int) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidContent(f"input[{i}]: content is text or a list of parts", detail={"key": "input"})
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise InvalidContent(
+                f"input[{i}]: parts of type {kind!r} cannot be used", detail={"key": "input"}
+            )
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+class Threads:
+    """Conversations by the id of their last response, in memory, for an hour."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._kept: OrderedDict[str, tuple[float, Messages]] = OrderedDict()
+
+    def get(self, response_id: str | None) -> Messages:
+        """The conversation so far; nothing where it is not kept any more."""
+        self._forget()
+        return list(self._kept.get(response_id or "", (0.0, []))[1])
+
+    def put(self, response_id: str, messages: Messages) -> None:
+        """Keep it."""
+        self._kept[response_id] = self._clock() + TTL_S, messages
+        self._forget()
+
+    def _forget(self) -> None:
+        now = self._clock()
+        while self._kept:
+            expires_at, _ = next(iter(self._kept.values()))
+            if expires_at > now and len(self._kept) <= MAX_KEPT:
+                return
+            self._kept.popitem(last=False)

@@ -1,0 +1,105 @@
+"""The routes of the OpenAI dialect, and `/tokenize` and `/detokenize`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from erllama.errors import InvalidOption, NotSupported
+
+from .body import check_count
+from .openai_ask import chat_ask, text_ask
+from .openai_body import ChatBody, DetokenizeBody, EmbeddingsBody, ResponsesBody, TextBody, TokenizeBody
+from .openai_chat import ChatReply, TextReply
+from .openai_responses import ResponsesReply, Threads, responses_ask
+from .reply import AnswerReply
+from .service import session_of
+
+if TYPE_CHECKING:
+    from .registry import Spec
+    from .service import Service
+
+EPOCH = "1970-01-01T00:00:00Z"
+
+
+def openai_routes(service: Service) -> APIRouter:
+    """The router."""
+    router = APIRouter(tags=["OpenAI"])
+    limits, threads = service.settings.limits, Threads()
+
+    @router.post("/v1/chat/completions")
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
+        """Answer a conversation."""
+        ask = chat_ask(body, limits, session_of(request))
+        usage = body.stream_options is not None and body.stream_options.include_usage
+        reply = ChatReply(body.model, include_usage=usage)
+        return AnswerReply(service.generator, ask, reply, stream=body.stream)
+
+    @router.post("/v1/completions")
+    async def completions(body: TextBody, request: Request) -> Response:
+        """Continue a text."""
+        usage = body.stream_options is not None and body.stream_options.include_usage
+        reply = TextReply(body.model, include_usage=usage)
+        ask = text_ask(body, session_of(request))
+        return AnswerReply(service.generator, ask, reply, stream=body.stream)
+
+    @router.post("/v1/responses")
+    async def responses(body: ResponsesBody, request: Request) -> Response:
+        """Answer, with the conversation kept here for an hour."""
+        ask = responses_ask(body, limits, threads, session_of(request))
+        return AnswerReply(service.generator, ask, ResponsesReply(body, ask, threads), stream=body.stream)
+
+    @router.post("/v1/embeddings")
+    async def embeddings(body: EmbeddingsBody) -> Response:
+        """Not supported yet."""
+        check_count(
+            "input", body.input if isinstance(body.input, list) else None, limits.max_embedding_inputs
+        )
+        service.spec(body.model)
+        raise NotSupported("embeddings are not supported yet")
+
+    @router.get("/v1/models")
+    async def list_models(request: Request) -> JSONResponse:
+        """Models that can be asked, in the shape that the client's SDK reads."""
+        specs = service.pool.resolver.specs()
+        if "anthropic-version" in request.headers:
+            data = [
+                {"type": "model", "id": s.name, "display_name": s.name, "created_at": EPOCH} for s in specs
+            ]
+            ends = {"first_id": specs[0].name, "last_id": specs[-1].name}
+            return JSONResponse({"data": data, "has_more": False, **ends})
+        return JSONResponse({"object": "list", "data": [_model(s) for s in specs]})
+
+    @router.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> JSONResponse:
+        """One of them, also by an alias, which then is its id."""
+        return JSONResponse({**_model(service.pool.resolver.resolve(name)), "id": name})
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> JSONResponse:
+        """Token ids of a text or a conversation."""
+        if (body.content is None) == (body.messages is None):
+            raise InvalidOption("give content or messages", detail={"key": "content"})
+        async with service.reading(body.model) as lease:
+            if body.messages is not None:
+                check_count("messages", body.messages, limits.max_messages)
+                ids = await lease.model.render_chat_template(body.messages, tools=body.tools)
+            else:
+                assert body.content is not None
+                ids = await lease.model.tokenize_async(body.content, body.add_special, body.parse_special)
+        return JSONResponse({"tokens": ids})
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeBody) -> JSONResponse:
+        """Text of token ids."""
+        async with service.reading(body.model) as lease:
+            text = await lease.model.detokenize_async(body.tokens)
+        return JSONResponse({"content": text})
+
+    return router
+
+
+def _model(spec: Spec) -> dict[str, Any]:
+    return {"id": spec.name, "object": "model", "created": 0, "owned_by": "erllama"}

@@ -1,0 +1,267 @@
+"""Replies over ASGI: an answer as JSON or as a stream, ended as soon as its reader is gone.
+
+Rule 1: headers are sent with the first bytes, or when a load begins, so that a request that is refused has
+the right status. Rule 2: the last bytes are sent after the model's lease has ended, so that
+`keep_alive: 0` is true when it is answered. Rule 3: one task at a time sends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+from typing import TYPE_CHECKING, Any, Protocol
+
+import trio
+from starlette.responses import Response
+
+from erllama import Done
+
+from .failures import as_error, body_of, headers_of, status_of
+from .record import cache_note, record_of
+from .stable import stable_messages
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from starlette.types import Receive, Scope, Send
+
+    from erllama import Completion, Event
+    from erllama.errors import ErllamaError
+
+    from .generation import Answer, Ask, Generator
+    from .pool import Loading
+
+log = logging.getLogger("erllama.server")
+LOAD_NEWS_S = 2.0
+PATIENCE_S = 1.0  # a request that waits in line for longer gets its headers and pings
+
+
+class Translation(Protocol):
+    """From an answer to the bytes of a dialect: one object for one request."""
+
+    media_type: str
+    ping: bytes  # b"" where the dialect has none
+    loading: bytes
+
+    async def begin(self, answer: Answer) -> bytes:
+        """Sent once the request is admitted."""
+        ...
+
+    async def event(self, answer: Answer, event: Event) -> bytes:
+        """What becomes of an event."""
+        ...
+
+    def end(self, answer: Answer, completion: Completion) -> bytes:
+        """The last bytes."""
+        ...
+
+    def remark(self, text: str) -> bytes:
+        """What clients pass over and people read; b"" where the dialect has no such thing."""
+        ...
+
+    def failed(self, error: ErllamaError, request_id: str) -> bytes:
+        """An error after the headers are out."""
+        ...
+
+    def whole(self, answer: Answer, completion: Completion) -> dict[str, Any]:
+        """The answer as one JSON object."""
+        ...
+
+
+def json_bytes(value: object) -> bytes:
+    """Compact JSON; lone surrogates, which are no UTF-8, become U+FFFD."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return text.encode("utf-8", errors="replace")
+
+
+def remark(text: str) -> bytes:
+    """A comment of server-sent events."""
+    return f": {text}\n\n".encode()
+
+
+class _Wire:
+    """The client's end: what was sent to it, and when."""
+
+    def __init__(self, send: Send, limit_s: float) -> None:
+        self._send = send
+        self._limit_s = limit_s
+        self._lock = trio.Lock()  # pings come from another task
+        self.started = False
+        self.last = trio.current_time()
+        self.blocked_since = math.inf
+
+    async def start(self, status: int, headers: Mapping[str, str]) -> None:
+        """Send the headers, once."""
+        async with self._lock:
+            if self.started:
+                return
+            self.started = True
+            raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+            await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def write(self, data: bytes, *, more: bool = True) -> None:
+        """Send bytes. A client that does not take them is cancelled by `watch`."""
+        try:
+            self._lock.acquire_nowait()  # unlike `async with`, without a turn of the loop for every token
+        except trio.WouldBlock:
+            await self._lock.acquire()
+        try:
+            self.blocked_since = trio.current_time()
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+            self.last = trio.current_time()
+        finally:
+            self.blocked_since = math.inf
+            self._lock.release()
+
+    async def watch(self) -> None:
+        """Raise trio.TooSlowError once a write has taken longer than it may."""
+        while True:
+            now = trio.current_time()
+            if now >= self.blocked_since + self._limit_s:
+                raise trio.TooSlowError
+            await trio.sleep_until(min(self.blocked_since, now) + self._limit_s)
+
+
+class AnswerReply(Response):
+    """The reply to a request that a model answers."""
+
+    def __init__(self, generator: Generator, ask: Ask, translation: Translation, *, stream: bool) -> None:
+        # Not Response.__init__: there is no body yet.
+        self.background = None
+        self._generator = generator
+        self._ask = _stable(ask) if generator.settings.stable_prompts else ask
+        self._translation = translation
+        self._stream = stream
+        self._limits = generator.settings.limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer. Cancellation, and a client that leaves: the request ends wherever it is."""
+        record = record_of(scope)
+        record.model, record.streamed = self._ask.model, self._stream
+        record.note(self._ask.notes)
+        wire = _Wire(send, self._limits.slow_client_s)
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_leave_with_client, receive, nursery.cancel_scope)
+                nursery.start_soon(wire.watch)
+                try:
+                    if self._stream:
+                        nursery.start_soon(self._ping, wire, scope)
+                        await self._streamed(wire, scope, nursery)
+                    else:
+                        await self._whole(wire, scope)
+                except Exception as failure:
+                    await self._fail(wire, scope, failure)
+                nursery.cancel_scope.cancel()
+        except* trio.TooSlowError:
+            record.error = "slow_client"
+            log.info("request %s: its client reads nothing; it is left", record.request_id)
+
+    # --- as one JSON object ---
+
+    async def _whole(self, wire: _Wire, scope: Scope) -> None:
+        record = record_of(scope)
+        async with self._generator.answer(self._ask) as answer:
+            async for event in answer:
+                if isinstance(event, Done):
+                    break
+        completion = answer.completion
+        assert completion is not None, "an answer ends with its completion or an error"
+        record.completion = completion
+        record.note([f"x-erllama-cache: {cache_note(completion)}", *_cuts(answer)])
+        body = json_bytes(self._translation.whole(answer, completion))
+        await self._send_json(wire, scope, 200, body)
+
+    async def _send_json(self, wire: _Wire, scope: Scope, status: int, body: bytes) -> None:
+        headers = {"content-type": "application/json", "content-length": str(len(body))}
+        await wire.start(status, {**record_of(scope).headers, **headers})
+        await wire.write(body, more=False)
+
+    # --- as a stream ---
+
+    async def _streamed(self, wire: _Wire, scope: Scope, nursery: trio.Nursery) -> None:
+        record, translation = record_of(scope), self._translation
+
+        def on_loading(loading: Loading) -> None:
+            nursery.start_soon(self._tell_of_load, wire, scope, loading)
+
+        async with self._generator.answer(self._ask, on_loading=on_loading) as answer:
+            record.note(_cuts(answer))
+            await self._begin(wire, scope)
+            await _write(wire, await translation.begin(answer))
+            async for event in answer:
+                if isinstance(event, Done):
+                    break
+                await _write(wire, await translation.event(answer, event))
+        completion = answer.completion
+        assert completion is not None, "an answer ends with its completion or an error"
+        record.completion = completion
+        note = translation.remark(f"x-erllama-cache: {cache_note(completion)}")
+        await wire.write(note + translation.end(answer, completion), more=False)
+
+    async def _begin(self, wire: _Wire, scope: Scope) -> None:
+        headers = {
+            "content-type": self._translation.media_type,
+            "cache-control": "no-cache",
+            "x-accel-buffering": "no",  # nginx passes the stream on as it comes
+        }
+        await wire.start(200, {**record_of(scope).headers, **headers})
+
+    async def _tell_of_load(self, wire: _Wire, scope: Scope, loading: Loading) -> None:
+        await self._begin(wire, scope)
+        while not loading.over.is_set():
+            await _write(wire, self._translation.loading)
+            with trio.move_on_after(LOAD_NEWS_S):
+                await loading.over.wait()
+
+    async def _ping(self, wire: _Wire, scope: Scope) -> None:
+        await trio.sleep(min(PATIENCE_S, self._limits.ping_s))
+        await self._begin(wire, scope)
+        while True:
+            quiet = trio.current_time() - wire.last
+            if quiet >= self._limits.ping_s:
+                await _write(wire, self._translation.ping)
+                wire.last = trio.current_time()
+            else:
+                await trio.sleep(self._limits.ping_s - quiet)
+
+    # --- failures ---
+
+    async def _fail(self, wire: _Wire, scope: Scope, failure: Exception) -> None:
+        record, error = record_of(scope), as_error(failure)
+        record.error = error.reason
+        if error is not failure and error.reason == "error":
+            log.error("request %s failed", record.request_id, exc_info=failure)
+        if wire.started:
+            await wire.write(self._translation.failed(error, record.request_id), more=False)
+            return
+        record.note(f"{name}: {value}" for name, value in headers_of(error).items())
+        body = json_bytes(body_of(error, record.surface, record.request_id))
+        await self._send_json(wire, scope, status_of(error, record.surface), body)
+
+
+def _stable(ask: Ask) -> Ask:
+    if ask.messages is None:
+        return ask
+    messages, notes = stable_messages(ask.messages)
+    return dataclasses.replace(ask, messages=messages, notes=(*ask.notes, *notes))
+
+
+def _cuts(answer: Answer) -> list[str]:
+    """What of the prompt was left out."""
+    counts = {"dropped-messages": answer.n_dropped, "cut-tokens": answer.n_cut}
+    return [f"x-erllama-{name}: {n}" for name, n in counts.items() if n]
+
+
+async def _write(wire: _Wire, data: bytes) -> None:
+    if data:
+        await wire.write(data)
+
+
+async def _leave_with_client(receive: Receive, scope: trio.CancelScope) -> None:
+    """Cancel when the client is gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel()

@@ -1,0 +1,92 @@
+"""A server's life: engine, pool and listener, one inside the other, and their end in that order."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import trio
+from hypercorn.config import Config
+from hypercorn.trio import serve as hypercorn_serve
+
+import erllama
+
+from .app import make_app
+from .metrics import Metrics
+from .pool import Load, Pool, loader
+from .registry import ConfiguredModels
+from .service import Service
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from .settings import Settings
+
+log = logging.getLogger("erllama.server")
+
+
+async def serve(
+    settings: Settings,
+    config: erllama.EngineConfig,
+    *,
+    tier: str = "ram",
+    policy: erllama.SavePolicy | None = None,
+    stop: Callable[[], Awaitable[None]] = trio.sleep_forever,
+    task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Serve until `stop` returns; then requests in flight have `limits.drain_s` to end.
+
+    `task_status` gets the addresses once the socket listens.
+    Cancellation: answers in flight end at once, what is to be saved is saved.
+    """
+    async with erllama.open_engine(config) as engine:
+        load = loader(engine, tier=tier, policy=policy or erllama.SavePolicy())
+        await serve_pool(settings, load, stop=stop, task_status=task_status)
+
+
+async def serve_pool(
+    settings: Settings,
+    load: Load,
+    *,
+    stop: Callable[[], Awaitable[None]],
+    task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """`serve`, with models that `load` makes."""
+    metrics = Metrics()
+    pool = Pool(settings, ConfiguredModels(settings), load)
+    metrics.watch(pool)
+    service = Service(settings, pool, metrics)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(pool.run)
+
+        async def stopped() -> None:
+            await stop()
+            service.is_draining = True
+            log.info("ending; %g s for answers in flight", settings.limits.drain_s)
+            with trio.move_on_after(settings.limits.drain_s):
+                await pool.wait_unused()
+
+        await hypercorn_serve(
+            make_app(service),  # type: ignore[arg-type]  # ASGI as Starlette types it
+            listener_config(settings),
+            shutdown_trigger=stopped,
+            task_status=task_status,
+        )
+        nursery.cancel_scope.cancel()
+
+
+def listener_config(settings: Settings) -> Config:
+    """What Hypercorn is told."""
+    listen, limits = settings.listen, settings.limits
+    host = f"[{listen.host}]" if ":" in listen.host else listen.host
+    made = Config()
+    made.bind = [f"{host}:{listen.port}"]
+    made.accesslog = None  # our own has more
+    made.errorlog = logging.getLogger("erllama.hypercorn")
+    made.graceful_timeout = 1.0  # draining is over by then
+    made.keep_alive_timeout = limits.idle_connection_s
+    made.keep_alive_max_requests = 1_000_000
+    made.include_server_header = False
+    made.alpn_protocols = ["http/1.1"]
+    made.backlog = 1024
+    return made

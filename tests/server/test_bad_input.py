@@ -1,0 +1,284 @@
+"""What is refused, with which status and in whose shape; and that the server is there afterwards."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+import trio
+from runtime.chat_scenes import ScriptedChat
+
+from server.scenes import chat_body, serving, until
+
+CHAT, MESSAGES, OLLAMA = "/v1/chat/completions", "/v1/messages", "/api/chat"
+HELLO = [{"role": "user", "content": "Hi"}]
+BODIES = {
+    CHAT: {"model": "fake", "messages": HELLO},
+    MESSAGES: {"model": "fake", "messages": HELLO, "max_tokens": 5},
+    OLLAMA: {"model": "fake", "messages": HELLO, "stream": False},
+}
+
+
+def message_of(path, body):
+    """The text of an error, which also checks its shape."""
+    if path == OLLAMA:
+        return body["error"]
+    if path == MESSAGES:
+        assert body["type"] == "error"
+        assert body["error"]["type"]
+    else:
+        assert body["error"].keys() == {"message", "type", "param", "code"}
+    return body["error"]["message"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_wrong_bodies_are_refused_in_each_shape(path):
+    """Not JSON, not an object, no model, wrong types, NaN, deep nesting: 400, and no model is loaded."""
+    good = BODIES[path]
+    wrong = [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b"\xff\xfe",
+        json.dumps({k: v for k, v in good.items() if k != "model"}).encode(),
+        json.dumps({**good, "messages": "Hi"}).encode(),
+        json.dumps({**good, "messages": [1]}).encode(),
+        json.dumps({**good, "model": 7}).encode(),
+        b'{"model": "fake", "max_tokens": 5, "messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    ]
+    async with serving() as scene:
+        for content in wrong:
+            reply = await scene.client.post(path, content=content)
+            assert reply.status_code == 400, content[:60]
+            assert message_of(path, reply.json())
+        assert scene.loads == []
+        assert (await scene.client.post(path, json=good)).status_code == 200
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_names_are_names_and_never_paths(path):
+    """404 in each shape (Ollama's dialect refuses an empty one before that)."""
+    async with serving() as scene:
+        for name in ("../../../etc/passwd", "/etc/passwd", "nobody", "", "fake\0", "fake.gguf", "x" * 5000):
+            reply = await scene.client.post(path, json=BODIES[path] | {"model": name})
+            assert reply.status_code == (400 if path == OLLAMA and not name else 404)
+            assert message_of(path, reply.json())
+        assert scene.loads == []
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(("field", "item", "n_max"), [("messages", HELLO[0], 3), ("tools", None, 2)])
+async def test_counts_have_limits(path, field, item, n_max):
+    """The limit is taken, one more is refused before a model is loaded."""
+
+    def tool(i):
+        if path == MESSAGES:
+            return {"name": f"t{i}", "input_schema": {"type": "object"}}
+        return {"type": "function", "function": {"name": f"t{i}", "parameters": {"type": "object"}}}
+
+    async with serving(limits={"max_messages": 3, "max_tools": 2}) as scene:
+        for n, status in ((n_max + 1, 400), (n_max, 200)):
+            items = [item or tool(i) for i in range(n)]
+            reply = await scene.client.post(path, json=BODIES[path] | {field: items})
+            assert reply.status_code == status, reply.text
+            assert scene.loads == ([] if status == 400 else ["fake"])
+
+
+async def test_bodies_have_a_limit():
+    """413 over it, told by its length or found while reading; at the limit it is read."""
+    async with serving(limits={"max_request_body_bytes": 2000}) as scene:
+        body = json.dumps(chat_body()).encode()
+        padded = body + b" " * (2000 - len(body))
+
+        async def in_pieces(content):
+            for start in range(0, len(content), 500):
+                yield content[start : start + 500]
+
+        assert (await scene.client.post(CHAT, content=padded)).status_code == 200
+        assert (await scene.client.post(CHAT, content=in_pieces(padded))).status_code == 200
+        for content in (padded + b" ", in_pieces(padded + b" ")):
+            reply = await scene.client.post(CHAT, content=content)
+            assert reply.status_code == 413
+            assert reply.json()["error"]["code"] == "body_too_large"
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for():
+    """408 after the time that clients have."""
+    async with serving(limits={"slow_client_s": 0.2}) as scene:
+
+        async def slow():
+            yield b'{"model": '
+            await trio.sleep(1)
+            yield b'"fake"}'
+
+        reply = await scene.client.post(CHAT, content=slow())
+        assert reply.status_code == 408
+        assert scene.loads == []
+
+
+DISHONOURABLE = [
+    {"n": 2},
+    {"temperature": 2.1},
+    {"temperature": -0.1},
+    {"top_p": 1.1},
+    {"top_k": -1},
+    {"max_tokens": 0},
+    {"presence_penalty": 1},
+    {"top_logprobs": 3},
+    {"logprobs": True, "top_logprobs": 21},
+    {"stop": [""]},
+    {"logit_bias": {"x": 1}},
+    {"modalities": ["audio"]},
+    {"nonsense": 1},
+    {"response_format": {"type": "yaml"}},
+    {"response_format": {"type": "json_schema"}},
+    {"tools": [{"type": "web"}]},
+    {"messages": []},
+    {"messages": [{"role": "wizard", "content": "x"}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+    {"messages": [{"role": "tool", "content": "x", "tool_call_id": "nobody"}]},
+    {"messages": [{"role": "user", "content": "\ud800"}]},
+]
+
+
+async def test_options_that_cannot_be_honoured_are_refused():
+    """Never passed over in silence; the same whether streamed or not."""
+    async with serving() as scene:
+        for more in DISHONOURABLE:
+            for stream in (False, True):
+                body = json.dumps(chat_body() | more | {"stream": stream})
+                reply = await scene.client.post(CHAT, content=body)
+                assert reply.status_code == 400, (more, reply.text)
+                assert message_of(CHAT, reply.json())
+
+
+async def test_keys_open_the_surfaces_that_want_them():
+    """401 without one or with a wrong one, in each shape; a surface without a list is open."""
+    auth = {"openai": ["right"], "anthropic": ["right"]}
+    async with serving(auth=auth) as scene:
+        for path in (CHAT, MESSAGES):
+            for headers in (
+                {},
+                {"authorization": "Bearer wrong"},
+                {"x-api-key": ""},
+                {"authorization": "right"},
+            ):
+                reply = await scene.client.post(path, json=BODIES[path], headers=headers)
+                assert reply.status_code == 401
+                assert message_of(path, reply.json())
+            for headers in ({"authorization": "Bearer right"}, {"x-api-key": "right"}):
+                reply = await scene.client.post(path, json=BODIES[path], headers=headers)
+                assert reply.status_code == 200
+        assert (await scene.client.post(OLLAMA, json=BODIES[OLLAMA])).status_code == 200
+        assert (await scene.client.get("/v1/models")).status_code == 401
+        assert (await scene.client.get("/health")).status_code == 200
+
+
+async def test_pages_of_other_origins_are_let_in_only_by_name():
+    """Without a list no headers at all; with one, preflights and replies carry them for its origins."""
+    preflight = {"origin": "https://a.example", "access-control-request-method": "POST"}
+    async with serving() as scene:
+        reply = await scene.client.options(CHAT, headers=preflight)
+        assert not [h for h in reply.headers if h.startswith("access-control")]
+        # What a page can send without asking first is not read as JSON.
+        simple = {"origin": "https://a.example", "content-type": "text/plain"}
+        reply = await scene.client.post(CHAT, content=json.dumps(chat_body()), headers=simple)
+        assert reply.status_code == 400
+    async with serving(cors={"origins": ["https://a.example"], "max_age_s": 60}) as scene:
+        reply = await scene.client.options(CHAT, headers=preflight)
+        assert reply.status_code == 204
+        assert reply.headers["access-control-max-age"] == "60"
+        for origin, allowed in (("https://a.example", "https://a.example"), ("https://b.example", None)):
+            reply = await scene.client.post(CHAT, json=chat_body(), headers={"origin": origin})
+            assert reply.headers.get("access-control-allow-origin") == allowed
+
+
+async def test_requests_have_ids():
+    """One's own is echoed unless it is odd, else one is made; also on errors, under another header's name."""
+    async with serving(request_id_header="x-trace") as scene:
+        for given, back in (("abc", "abc"), ("a b", None), ("x" * 129, None), (None, None)):
+            headers = {} if given is None else {"x-trace": given}
+            for path, body in ((CHAT, chat_body()), ("/nowhere", {})):
+                reply = await scene.client.post(path, json=body, headers=headers)
+                found = reply.headers["x-trace"]
+                assert found == back if back else found.startswith("req_")
+
+
+async def test_paths_and_methods_that_are_not_there():
+    """404 and 405 in the shape of the surface that was asked."""
+    async with serving() as scene:
+        for path, shape in (("/v1/nothing", CHAT), ("/v1/messages/x", MESSAGES), ("/api/nothing", OLLAMA)):
+            reply = await scene.client.post(path, json={})
+            assert reply.status_code == 404
+            assert message_of(shape, reply.json())
+        assert (await scene.client.get(CHAT)).status_code == 405
+
+
+def _access_lines(caplog):
+    return [r.getMessage() for r in caplog.records if r.name == "erllama.access"]
+
+
+async def test_every_request_is_logged_once(caplog):
+    """Method, path, status, model and tokens; odd characters of paths cannot forge a line."""
+    caplog.set_level("INFO", "erllama.access")
+    async with serving() as scene:
+        await scene.client.post(CHAT, json=chat_body())
+        await scene.client.post(CHAT, json=chat_body(stream=True))
+        await scene.client.get("/a%0Aforged")
+        await until(lambda: len(_access_lines(caplog)) == 3)
+        lines = _access_lines(caplog)
+    assert all("model=fake" in line and "generated=" in line and " 200 " in line for line in lines[:2])
+    assert "\n" not in lines[2]
+    assert " 404 " in lines[2]
+
+
+async def test_metrics_count_what_happened():
+    """Prometheus text that its own parser reads, with the numbers of a scripted load."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    async with serving(partial(ScriptedChat, says="Hi")) as scene:
+        for _ in range(2):
+            assert (await scene.client.post(CHAT, json=chat_body("word " * 40))).status_code == 200
+        await scene.client.post(CHAT, json=chat_body() | {"model": "nobody"})
+        text = (await scene.client.get("/metrics")).text
+    found = {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+    def value(name, **labels):
+        return found[name, tuple(sorted(labels.items()))]
+
+    assert value("erllama_requests_total", surface="openai", path=CHAT, status="200") == 2
+    assert value("erllama_requests_total", surface="openai", path=CHAT, status="404") == 1
+    assert value("erllama_tokens_total", model="fake", kind="generated") == 6
+    prompt = value("erllama_tokens_total", model="fake", kind="prompt")
+    assert value("erllama_tokens_total", model="fake", kind="cached") == prompt / 2 - 1
+    assert value("erllama_cache_hits_total", model="fake", kind="cold") == 1
+    assert value("erllama_cache_hits_total", model="fake", kind="exact") == 1
+    assert value("erllama_engine_admit_duration_seconds_count", op="infer") == 2
+    assert value("erllama_chat_apply_duration_seconds_count", model="fake") == 2
+    assert value("erllama_model_loaded", model="fake") == 1
+    assert value("erllama_active_answers", model="fake") == 0
+    for kind in ("event_loop", "threads"):
+        assert 0 <= value("erllama_busy_ratio", kind=kind) <= 1
+
+
+async def test_only_names_of_this_machine_are_answered():
+    """A page whose name leads to the loopback address is refused, unless the name is listed."""
+    async with serving(listen={"port": 0, "hosts": ["box.example"]}) as scene:
+        for host, status in (
+            ("localhost:8080", 200),
+            ("127.0.0.1", 200),
+            ("[::1]:99", 200),
+            ("box.example", 200),
+            ("evil.example:8080", 403),
+            ("127.0.0.1.evil.example", 403),
+            ("", 403),
+        ):
+            reply = await scene.client.get("/v1/models", headers={"host": host})
+            assert reply.status_code == status, host

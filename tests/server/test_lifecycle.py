@@ -1,0 +1,282 @@
+"""What a server does with clients that come, wait, leave and ask too much; models are arithmetic."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import httpx
+import pytest
+import trio
+from runtime.chat_scenes import ScriptedChat
+
+from erllama.errors import LoadFailed, ModelWouldOom
+from erllama.server.app import make_app
+from erllama.testing import FakeBackend
+from server.scenes import asgi_scope, chat_body, receiver, serving, sse_events, until
+
+CHAT = "/v1/chat/completions"
+SLOW = partial(ScriptedChat, says="word " * 400, threaded=True, step_delay_s=0.02)
+
+
+def one_lane():
+    return {"models": {"fake": {"context": {"n_seq_max": 1}}}}
+
+
+async def test_a_chat_is_answered():
+    """The shape of the smallest request, with its id and its note about the cache."""
+    async with serving() as scene:
+        reply = await scene.client.post(CHAT, json=chat_body())
+        assert reply.status_code == 200
+        assert reply.json()["choices"][0]["message"]["content"] == "Hello."
+        assert reply.headers["x-request-id"].startswith("req_")
+        assert "reason=" in reply.headers["x-erllama-cache"]
+
+
+async def test_requests_that_come_while_a_model_loads_share_the_load():
+    """Three clients, one load; streams hear of it meanwhile."""
+    async with serving() as scene:
+        scene.hold_load = trio.Event()
+        replies = []
+
+        async def ask(stream: bool) -> None:
+            replies.append(await scene.client.post(CHAT, json=chat_body(stream=stream)))
+
+        async with trio.open_nursery() as nursery:
+            for stream in (False, True, True):
+                nursery.start_soon(ask, stream)
+            await trio.sleep(0.2)
+            scene.hold_load.set()
+        assert scene.loads == ["fake"]
+        assert [r.status_code for r in replies] == [200] * 3
+        told = [r for r in replies if "event-stream" in r.headers["content-type"]]
+        assert all(": loading\n\n" in r.text and sse_events(r.text)[-1] == "[DONE]" for r in told)
+
+
+async def test_a_failed_load_reaches_each_who_waited_once_and_can_be_tried_again():
+    """A typed error for a whole reply, an error event for a stream; the next request loads anew."""
+    async with serving() as scene:
+        real = scene.pool._load
+
+        async def fail(spec, progress):
+            await trio.sleep(0.05)
+            raise LoadFailed("broken")
+
+        scene.pool._load = fail
+        whole = await scene.client.post(CHAT, json=chat_body())
+        stream = await scene.client.post(CHAT, json=chat_body(stream=True))
+        assert whole.status_code == 500
+        assert whole.json()["error"]["code"] == "load_failed"
+        assert stream.status_code == 200
+        assert json.loads(sse_events(stream.text)[0])["error"]["code"] == "load_failed"
+        scene.pool._load = real
+        assert (await scene.client.post(CHAT, json=chat_body())).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("phase", ["loading", "queued", "decoding"])
+async def test_a_client_that_leaves_frees_its_place(phase, stream):
+    """In every phase, streamed or not: nothing runs on, and the next one is served."""
+    async with serving(SLOW, **one_lane()) as scene:
+        if phase == "loading":
+            scene.hold_load = trio.Event()
+        async with trio.open_nursery() as nursery:
+            if phase == "queued":
+                nursery.start_soon(partial(scene.client.post, CHAT, json=chat_body(max_tokens=60)))
+                await trio.sleep(0.2)
+            with trio.move_on_after(0.3):
+                async with httpx.AsyncClient(base_url=scene.url) as leaving:
+                    await leaving.post(CHAT, json=chat_body("x", stream=stream, max_tokens=400))
+            if phase == "loading":
+                scene.hold_load.set()
+                await trio.sleep(0.05)
+            if phase == "queued":
+                await trio.sleep(0.05)
+                assert scene.entry().n_inside == 1
+        await scene.wait_idle()
+        assert (await scene.client.post(CHAT, json=chat_body(max_tokens=2))).status_code == 200
+
+
+async def test_a_full_queue_refuses_and_a_long_wait_ends():
+    """One runs, one waits, the third gets 429; who waits too long gets 504."""
+    async with serving(SLOW, queue={"depth": 1, "timeout_s": 0.3}, **one_lane()) as scene:
+        await scene.client.post(CHAT, json=chat_body(max_tokens=1))
+        statuses = []
+
+        async def ask(n: int) -> None:
+            reply = await scene.client.post(CHAT, json=chat_body(max_tokens=n))
+            statuses.append((reply.status_code, reply.json().get("error", {}).get("code")))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, 60)
+            await trio.sleep(0.1)
+            nursery.start_soon(ask, 2)
+            await trio.sleep(0.1)
+            await ask(2)
+            assert statuses == [(429, "queue_full")]
+        assert statuses[1:] == [(504, "queue_timeout"), (200, None)]
+
+
+async def test_those_who_wait_are_served_in_order():
+    """First come, first served."""
+    async with serving(SLOW, **one_lane()) as scene:
+        await scene.client.post(CHAT, json=chat_body(max_tokens=1))
+        done = []
+
+        async def ask(n: int) -> None:
+            await scene.client.post(CHAT, json=chat_body(str(n), max_tokens=3))
+            done.append(n)
+
+        async with trio.open_nursery() as nursery:
+            for n in range(5):
+                nursery.start_soon(ask, n)
+                await trio.sleep(0.05)
+        assert done == [0, 1, 2, 3, 4]
+
+
+async def test_one_who_never_reads_does_not_stop_the_others():
+    """A stalled client is left after its time; meanwhile another one is answered."""
+    async with serving(partial(SLOW, n_slots=2), limits={"slow_client_s": 0.5}) as scene:
+        await scene.client.post(CHAT, json=chat_body(max_tokens=1))
+        app = make_app(scene.service)
+        body = json.dumps(chat_body(stream=True, max_tokens=4000)).encode()
+        sent = []
+
+        async def send(message) -> None:
+            sent.append(message)
+            if len(sent) > 2:
+                await trio.sleep_forever()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(app, asgi_scope(CHAT), receiver(body), send)
+            await trio.sleep(0.2)
+            assert scene.entry().n_inside == 1
+            reply = await scene.client.post(CHAT, json=chat_body("y", max_tokens=5))
+            assert reply.status_code == 200
+        await scene.wait_idle()
+        assert sent[-1]["more_body"]
+
+
+async def test_a_long_silence_is_filled_with_pings():
+    """While the prompt is computed a stream says that it is alive."""
+    make = partial(ScriptedChat, says="Hi", threaded=True, step_delay_s=0.5)
+    async with serving(make, limits={"ping_s": 0.1}) as scene:
+        reply = await scene.client.post(CHAT, json=chat_body(stream=True))
+        assert reply.text.count(": ping\n\n") >= 2
+        assert sse_events(reply.text)[-1] == "[DONE]"
+
+
+async def test_limits_of_time_end_a_request():
+    """A prefill over its limit is 504 and names the limit."""
+    make = partial(ScriptedChat, threaded=True, step_delay_s=1)
+    async with serving(make, limits={"prefill_s": 0.2}) as scene:
+        reply = await scene.client.post(CHAT, json=chat_body())
+        assert reply.status_code == 504
+        assert "limits.prefill_s" in reply.json()["error"]["message"]
+
+
+async def test_idle_models_are_unloaded_and_come_back():
+    """After their time, counted from the end of the last answer; never during one."""
+    async with serving(SLOW, keep_alive_s=0.1) as scene:
+        assert (await scene.client.post(CHAT, json=chat_body(max_tokens=20))).status_code == 200
+        await until(lambda: scene.pool.statistics().n_unloads == 1)
+        assert (await scene.client.post(CHAT, json=chat_body(max_tokens=1))).status_code == 200
+        assert scene.loads == ["fake", "fake"]
+
+
+async def test_idle_models_make_room_for_others():
+    """The one unused for longest goes; when nothing can go the request fails and says so."""
+    async with serving(names=("a", "b", "c", "d"), memory_aware_loading=True) as scene:
+        real, room = scene.pool._load, 2
+
+        async def load(spec, progress):
+            if sum(e.is_loaded for e in scene.pool.all_entries()) >= room:
+                raise ModelWouldOom("no room")
+            return await real(spec, progress)
+
+        scene.pool._load = load
+        for name in ("a", "b", "a", "c"):
+            reply = await scene.client.post(CHAT, json=chat_body() | {"model": name})
+            assert reply.status_code == 200
+        assert {e.spec.name for e in scene.pool.entries()} == {"a", "c"}
+        room = 0
+        reply = await scene.client.post(CHAT, json=chat_body() | {"model": "d"})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "model_would_oom")
+
+
+async def test_a_session_has_one_turn_at_a_time():
+    """The second one is told to come back; another session is not concerned."""
+    async with serving(partial(SLOW, n_slots=3)) as scene:
+        await scene.client.post(CHAT, json=chat_body(max_tokens=1))
+        header = {"x-conversation-id": "me"}
+        async with trio.open_nursery() as nursery:
+            first = partial(scene.client.post, CHAT, json=chat_body(max_tokens=30), headers=header)
+            nursery.start_soon(first)
+            await trio.sleep(0.1)
+            busy = await scene.client.post(CHAT, json=chat_body(), headers=header)
+            assert (busy.status_code, busy.headers["retry-after"]) == (503, "1")
+            other = await scene.client.post(CHAT, json=chat_body(max_tokens=1, prompt_cache_key="you"))
+            assert other.status_code == 200
+
+
+async def test_a_history_that_is_too_long_loses_its_oldest_turns():
+    """The system message and the last question stay, and the reply says how many messages went."""
+    backends = []
+
+    def make():
+        backends.append(ScriptedChat(n_ctx=1))
+        backends[-1].n_ctx = 600
+        return backends[-1]
+
+    turns = [{"role": r, "content": f"{r} {i} " + "x" * 100} for i in range(5) for r in ("user", "assistant")]
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        *turns,
+        {"role": "user", "content": "last question"},
+    ]
+    async with serving(make) as scene:
+        reply = await scene.client.post(CHAT, json={"model": "fake", "messages": messages})
+        assert reply.status_code == 200, reply.text
+        assert int(reply.headers["x-erllama-dropped-messages"]) >= 4
+        (prompt,) = backends[0].prompts
+        assert "Be kind." in prompt
+        assert "last question" in prompt
+        assert "user 0" not in prompt
+        one = await scene.client.post(CHAT, json=chat_body("x" * 900))
+        assert (one.status_code, one.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+async def test_failures_of_the_engine_are_errors_of_the_request():
+    """A step that fails is a 500 in the dialect's shape, or an event, and the server goes on."""
+    broken = True
+
+    def make():
+        def fail(step):
+            if broken:
+                raise RuntimeError("secret of the machine")
+
+        return ScriptedChat(before_step=fail)
+
+    async with serving(make) as scene:
+        whole = await scene.client.post(CHAT, json=chat_body())
+        assert whole.status_code == 500
+        broken = False
+        await until(lambda: not scene.entry().is_loaded)
+        assert (await scene.client.post(CHAT, json=chat_body())).status_code == 200
+        assert (await scene.client.get("/health")).status_code == 200
+
+
+async def test_text_prompts_are_text_or_ids():
+    """Bytes are the tokens of this model, so ids and text give the same answer."""
+    async with serving(FakeBackend) as scene:
+        body = {"model": "fake", "max_tokens": 5, "temperature": 0}
+        text = await scene.client.post("/v1/completions", json=body | {"prompt": "abc"})
+        ids = await scene.client.post("/v1/completions", json=body | {"prompt": [97, 98, 99]})
+        assert text.json()["choices"] == ids.json()["choices"]
+        assert (
+            await scene.client.post("/v1/completions", json=body | {"prompt": ["a", "b"]})
+        ).status_code == 400
+        tokens = (await scene.client.post("/tokenize", json={"content": "abc"})).json()["tokens"]
+        assert tokens == [97, 98, 99]
+        back = await scene.client.post("/detokenize", json={"tokens": tokens})
+        assert back.json() == {"content": "abc"}

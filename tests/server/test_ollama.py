@@ -1,0 +1,200 @@
+"""The official ollama package against a real server, and what it does to loaded models."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import ollama
+import pytest
+from runtime.chat_scenes import ScriptedChat
+
+from erllama.errors import InvalidOption
+from erllama.server.duration import seconds_of
+from erllama.testing import FakeBackend
+from server.scenes import serving, until
+
+HELLO = [{"role": "user", "content": "Say hello in one short sentence."}]
+GREEDY = {"temperature": 0, "num_predict": 12}
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "The weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+]
+
+
+@pytest.fixture(scope="module")
+def client(real_server):
+    """A client of the server."""
+    made = ollama.Client(host=real_server)
+    yield made
+    made._client.close()
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_a_chat_is_answered_whole_and_streamed(client):
+    """With text, and the same counts of what was asked."""
+    options = {"temperature": 0, "num_predict": 3}
+    whole = client.chat(model="smol", messages=HELLO, options=options)
+    parts = list(client.chat(model="smol", messages=HELLO, options=options, stream=True))
+    assert whole.message.content
+    assert "".join(p.message.content for p in parts)
+    last = parts[-1]
+    assert (last.done, last.done_reason, last.eval_count) == (True, "length", 3)
+    assert (last.prompt_eval_count, last.eval_count) == (whole.prompt_eval_count, whole.eval_count)
+    assert last.total_duration > last.eval_duration > 0
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_prompts_are_questions_unless_they_are_raw(client):
+    """A prompt is put into the model's template; a raw one is continued as it is."""
+    asked = client.generate(model="smol", prompt="The capital of France is", options=GREEDY)
+    raw = client.generate(model="smol", prompt="The capital of France is", options=GREEDY, raw=True)
+    assert asked.prompt_eval_count > raw.prompt_eval_count
+    assert "Paris" in raw.response
+    parts = client.generate(model="smol", prompt="The capital of France is", options=GREEDY, stream=True)
+    assert "".join(p.response for p in parts)
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_a_format_holds_the_answer(client):
+    """A schema, or any JSON."""
+    held = client.chat(model="smol", messages=HELLO, format=PERSON, options={"num_predict": 60})
+    assert json.loads(held.message.content).keys() == {"name"}
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_models_are_told(client):
+    """Tags, show, ps; embeddings are refused as not supported."""
+    client.generate(model="smol", prompt="")
+    assert [m.model for m in client.list().models] == ["smol"]
+    assert [m.model for m in client.ps().models] == ["smol"]
+    assert client.show("smol").details.format == "gguf"
+    for ask in (partial(client.embed, input="x"), partial(client.embeddings, prompt="x")):
+        with pytest.raises(ollama.ResponseError) as refused:
+            ask(model="smol")
+        assert refused.value.status_code == 501
+    with pytest.raises(ollama.ResponseError) as missing:
+        client.chat(model="nobody", messages=HELLO)
+    assert missing.value.status_code == 404
+
+
+async def test_calls_arrive_decoded():
+    """Whole and streamed, with thinking told apart."""
+    says = f"<think>\nhm\n</think>\n\n{CALL}"
+    async with serving(partial(ScriptedChat, says=says)) as scene:
+        body = {"model": "fake", "messages": HELLO, "tools": TOOLS}
+        whole = (await scene.client.post("/api/chat", json={**body, "stream": False})).json()
+        assert whole["message"]["tool_calls"][0]["function"] == {
+            "name": "get_weather",
+            "arguments": {"city": "Paris"},
+        }
+        assert whole["message"]["thinking"].strip() == "hm"
+        reply = await scene.client.post("/api/chat", json=body)
+        assert reply.headers["content-type"] == "application/x-ndjson"
+        lines = [json.loads(line) for line in reply.text.splitlines()]
+        assert lines[-2]["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+        assert lines[-1]["done"]
+        assert "".join(line["message"].get("thinking", "") for line in lines).strip() == "hm"
+
+
+async def test_an_empty_prompt_loads_and_keep_alive_0_unloads():
+    """When the reply is there, so is the model, or it is gone."""
+    async with serving() as scene:
+        for path in ("/api/generate", "/api/chat"):
+            loaded = (await scene.client.post(path, json={"model": "fake"})).json()
+            assert (loaded["done"], loaded["done_reason"]) == (True, "load")
+            assert len((await scene.client.get("/api/ps")).json()["models"]) == 1
+            gone = (await scene.client.post(path, json={"model": "fake", "keep_alive": 0})).json()
+            assert gone["done_reason"] == "unload"
+            assert (await scene.client.get("/api/ps")).json()["models"] == []
+        for stream in (False, True):
+            body = {"model": "fake", "messages": HELLO, "keep_alive": "0s", "stream": stream}
+            assert (await scene.client.post("/api/chat", json=body)).status_code == 200
+            assert (await scene.client.get("/api/ps")).json()["models"] == []
+
+
+async def test_the_last_one_decides_how_long_a_model_stays():
+    """A short time to live ends; a negative one does not."""
+    async with serving() as scene:
+        await scene.client.post("/api/generate", json={"model": "fake", "keep_alive": "50ms"})
+        await until(lambda: not scene.entry().is_loaded)
+        await scene.client.post("/api/generate", json={"model": "fake", "keep_alive": -1})
+        shown = (await scene.client.get("/api/ps")).json()["models"][0]
+        assert shown["expires_at"] > "2100"
+
+
+async def test_a_long_raw_prompt_is_cut_and_told():
+    """With truncate the end of the prompt is kept; without it is refused with both lengths."""
+
+    def make():
+        return FakeBackend(n_ctx=100)
+
+    async with serving(make) as scene:
+        body = {"model": "fake", "prompt": "x" * 500, "raw": True, "stream": False}
+        options = {"num_predict": 5, "temperature": 0}
+        cut = await scene.client.post("/api/generate", json={**body, "options": options})
+        assert cut.status_code == 200
+        assert cut.json()["prompt_eval_count"] == 94
+        assert cut.headers["x-erllama-cut-tokens"] == "406"
+        refused = await scene.client.post("/api/generate", json={**body, "truncate": False})
+        assert refused.status_code == 400
+        assert "500" in refused.json()["error"]
+        assert "100" in refused.json()["error"]
+
+
+async def test_what_has_no_effect_is_told():
+    """Unknown fields and options are named in a header; those that would change the answer are refused."""
+    async with serving() as scene:
+        body = {"model": "fake", "messages": HELLO, "stream": False, "colour": 1}
+        reply = await scene.client.post("/api/chat", json={**body, "options": {"num_ctx": 99}})
+        assert reply.headers["x-erllama-ignored"] == "colour, num_ctx"
+        for options in ({"mirostat": 2}, {"presence_penalty": 1}, {"num_predict": 0}):
+            refused = await scene.client.post("/api/chat", json={**body, "options": options})
+            assert refused.status_code == 400
+        for path in ("/api/pull", "/api/create", "/api/copy"):
+            assert (await scene.client.post(path, json={})).status_code == 501
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        (None, None),
+        (0, 0),
+        (2.5, 2.5),
+        (-1, -1),
+        ("5m", 300),
+        ("1h30m", 5400),
+        ("250ms", 0.25),
+        ("30", 30),
+        ("-1", -1),
+        ("-1s", -1),
+        ("0", 0),
+    ],
+)
+def test_lengths_of_time(given, seconds):
+    """Numbers are seconds; text is a number or parts with units."""
+    assert seconds_of(given) == seconds
+
+
+@pytest.mark.parametrize("given", ["", "-", "5 minutes", "m", "1h-3m", float("inf"), 1e12, "5mm"])
+def test_other_texts_are_no_lengths_of_time(given):
+    """A typed refusal."""
+    with pytest.raises(InvalidOption):
+        seconds_of(given)

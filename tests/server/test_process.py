@@ -1,0 +1,152 @@
+"""`erllama serve` as a process: signals, restarts, mistakes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+from erllama import cli
+from server.conftest import ENVIRONMENT, start_server, stop_server
+
+MESSAGES = "/v1/messages"
+SYSTEM = "You are an assistant for people who repair bicycles and like short answers. " * 12
+
+
+def ask(url, messages):
+    body = {"model": "smol", "max_tokens": 12, "temperature": 0, "system": SYSTEM, "messages": messages}
+    reply = httpx.post(url + MESSAGES, json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_a_conversation_is_warm_after_a_restart(smollm2_path, tmp_path):
+    """What was computed before the server ended is read again by the next one."""
+    arguments = ("-m", f"smol={smollm2_path}", "--kv-dir", str(tmp_path), "--n-ctx", "2048")
+    messages = [{"role": "user", "content": "My brake squeaks."}]
+    process, url = start_server(*arguments)
+    try:
+        first = ask(url, messages)
+    finally:
+        assert stop_server(process) == 0
+    messages += [
+        {"role": "assistant", "content": first["content"][0]["text"]},
+        {"role": "user", "content": "And now?"},
+    ]
+    process, url = start_server(*arguments)
+    try:
+        usage = ask(url, messages)["usage"]
+    finally:
+        stop_server(process)
+    assert first["usage"]["cache_read_input_tokens"] == 0
+    assert usage["cache_read_input_tokens"] > 150
+    assert usage["input_tokens"] + usage["cache_creation_input_tokens"] < 60
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_the_first_signal_lets_answers_end(smollm2_path):
+    """SIGTERM in the middle of a stream: it ends well, new requests are refused, the status is 0."""
+    process, url = start_server("-m", f"smol={smollm2_path}", "--no-cache", "--n-ctx", "2048")
+    pieces, statuses = [], []
+    body = {"model": "smol", "prompt": "Once upon a time", "max_tokens": 40, "stream": True}
+    try:
+        httpx.post(url + "/v1/completions", json=body | {"max_tokens": 1, "stream": False}, timeout=60)
+        with (
+            httpx.Client(timeout=60) as other,
+            httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as stream,
+        ):
+            other.get(url + "/health/ready").raise_for_status()
+            for line in stream.iter_lines():
+                if not pieces:
+                    process.send_signal(signal.SIGTERM)
+                    time.sleep(0.2)
+                    statuses.append(other.get(url + "/health/ready").status_code)
+                    statuses.append(other.post(url + "/v1/completions", json=body).status_code)
+                pieces.append(line)
+        status = process.wait(20)
+    finally:
+        stop_server(process)
+    assert statuses == [503, 503]
+    assert pieces[-2:] == ["data: [DONE]", ""] or pieces[-1] == "data: [DONE]"
+    assert status == 0
+
+
+def test_mistakes_are_told_before_anything_is_served(tmp_path, capsys):
+    """A model that is not there, a setting that does not exist, a value that is none: one line, status 1."""
+
+    def run_serve(*arguments):
+        status = cli.main(["serve", *arguments])
+        return status, capsys.readouterr().err
+
+    config = tmp_path / "erllama.toml"
+    for text, complaint in (
+        ("[listen]\nprot = 1\n", "listen.prot"),
+        ("[listen]\nport = 99999\n", "listen.port"),
+        ("[models.a]\npath = 'a.gguf'\ncontext = { n_ctxx = 1 }\n", "n_ctxx"),
+        ("[models.a]\npath = 'missing.gguf'\n", "no file"),
+        ("[aliases]\nx = 'nobody'\n[models.a]\n", "nobody"),
+        ("nonsense", "not TOML"),
+    ):
+        config.write_text(text)
+        status, told = run_serve("--config", str(config))
+        assert status == 1
+        assert complaint in told
+        assert len(told.splitlines()) == 1
+    status, told = run_serve("-m", "x=missing.gguf")
+    assert (status, "no file missing.gguf" in told) == (1, True)
+    assert run_serve("--config", str(tmp_path / "none"))[0] == 1
+    assert run_serve("--n-ctxx", "1")[0] == 2
+
+
+def test_a_port_that_is_taken_is_told():
+    """One line and status 1; the server that has it goes on."""
+    process, url = start_server("--no-cache")
+    try:
+        command = [sys.executable, "-m", "erllama", "serve", "--no-cache", "--port", url.rpartition(":")[2]]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=60, env=ENVIRONMENT, check=False
+        )
+        assert done.returncode == 1
+        assert "cannot listen" in done.stderr
+        assert httpx.get(url + "/health").status_code == 200
+    finally:
+        assert stop_server(process) == 0
+
+
+def test_a_second_signal_ends_at_once(smollm2_path):
+    """Who asks twice does not wait for answers."""
+    process, url = start_server("-m", f"smol={smollm2_path}", "--no-cache", "--n-ctx", "2048")
+    body = {"model": "smol", "prompt": "Once", "max_tokens": 1900, "temperature": 2}
+
+    def hang() -> None:
+        try:
+            httpx.post(url + "/v1/completions", json=body, timeout=60)
+        except httpx.HTTPError as why:
+            ended.append(why)
+
+    ended: list[httpx.HTTPError] = []
+    client = threading.Thread(target=hang)
+    client.start()
+    try:
+        deadline = time.monotonic() + 30
+        while 'erllama_active_answers{model="smol"} 1.0' not in httpx.get(url + "/metrics").text:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        begun = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) in (130, -signal.SIGINT)  # either way a shell says 130
+        assert time.monotonic() - begun < 4
+        client.join(10)
+        assert ended
+    finally:
+        stop_server(process)
