@@ -1,4 +1,4 @@
-"""What callers wrote in a conversation's inputs: every text of it changed, the request's own words left alone.
+"""What callers wrote in a conversation's inputs: every text of it changed, nothing else.
 
 Messages (content, reasoning, names, ids, calls), tools and the template's variables. What is not changed here
 a template can turn into control tokens, so whatever inputs come to have belongs here.

@@ -1,7 +1,7 @@
 """Control-token text in what users wrote stays text.
 
 A template gives one string, in which the control tokens it writes cannot be told from the same characters in
-a message. So before rendering, every such text in what callers wrote (`authored.py`) is split by a private-use
+a message. So before rendering, every such text that callers wrote (`authored.py`) is split by a private-use
 character (the *mark*) that nobody used; the rendered prompt is cut at the marks, and its pieces are tokenised
 apart. What a control token's text was is then two pieces, neither of which is one.
 """

@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from .options import ChatOptions, schema_of
 from .tools import Tools, check_tools
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
     from erllama import llama
 
     from .grammar import SchemaGrammars
@@ -94,7 +94,7 @@ class Renderer:
         applied = self._template.native.apply(inputs)
         if grammar is not None and _begins_thinking(applied):
             raise InvalidOption(
-                "this model's chat template begins answers with thinking, in which a grammar would hold already; "
+                "this model's chat template begins answers with thinking, where a grammar would hold already; "
                 "use json_schema, which waits for the end of it",
                 detail={"key": "grammar"},
             )

@@ -12,18 +12,18 @@ import trio
 from erllama.chat.answer import read_answer
 from erllama.chat.grammar import SchemaGrammars
 from erllama.chat.messages import check_messages
-from erllama.chat.options import ChatOptions
 from erllama.chat.prompt import ChatParams, Renderer, Vocabulary
 from erllama.chat.templates import Template
 from erllama.engine.home import require_home
 from erllama.engine.request import EventStream, open_stream
 from erllama.errors import ContextOverflow, HandleClosed, InvalidContent, NotLoaded, NotSupported
 from erllama.options import GenerationOptions
-from erllama.types import ChatMessage
 
 from .chat_events import ChatTranslator
 
 if TYPE_CHECKING:
+    from erllama.chat.options import ChatOptions
+    from erllama.types import ChatMessage
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from erllama.backend import Guide
