@@ -22,6 +22,7 @@ from .tools import Tools, check_tools
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
     from erllama import llama
 
     from .grammar import SchemaGrammars

@@ -22,14 +22,14 @@ from erllama.options import GenerationOptions
 from .chat_events import ChatTranslator
 
 if TYPE_CHECKING:
-    from erllama.chat.options import ChatOptions
-    from erllama.types import ChatMessage
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from erllama.backend import Guide
     from erllama.chat.messages import Message
+    from erllama.chat.options import ChatOptions
     from erllama.chat.templates import TemplateCache
     from erllama.engine.handle import Handle
+    from erllama.types import ChatMessage
 
 HOPELESS_FROM = 64 << 10  # characters; below, rendering costs less than finding out
 
