@@ -95,7 +95,7 @@ class Renderer:
         applied = self._template.native.apply(inputs)
         if grammar is not None and _begins_thinking(applied):
             raise InvalidOption(
-                "this model's chat template begins answers with thinking, where a grammar would hold already; "
+                "this chat template begins answers with thinking, where a grammar would hold already; "
                 "use json_schema, which waits for the end of it",
                 detail={"key": "grammar"},
             )
