@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -164,6 +165,11 @@ class ToolCall:
     arguments: dict[str, Any]
     arguments_json: str = ""
 
+    def to_dict(self) -> dict[str, Any]:
+        """The shape OpenAI gave calls, arguments as JSON text."""
+        text = self.arguments_json or json.dumps(self.arguments, ensure_ascii=False)
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": text}}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatMessage:
@@ -183,10 +189,7 @@ class ChatMessage:
         if self.reasoning_content is not None:
             made["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
-            made["tool_calls"] = [
-                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments_json}}
-                for c in self.tool_calls
-            ]
+            made["tool_calls"] = [call.to_dict() for call in self.tool_calls]
         return made
 
 

@@ -3,7 +3,7 @@
 Rule 1: a delta is what a later parse has more than an earlier one; what was given out is never taken back.
 Rule 2: a call is announced with id and name once its arguments begin; the rest of it is arguments.
 Rule 3: a call is in the message only if its arguments are a whole JSON object: none is ever made up.
-Rule 4: what cannot be read as the model was to write it is content.
+Rule 4: what cannot be read as the model was to write it is content, unless it was given out as anything else.
 """
 
 from __future__ import annotations
@@ -78,6 +78,10 @@ class Answer:
         self._parser = llama.ChatParser(params.applied.parser)
         self._text = ""
         self._parsed_at = 0
+        self._read: dict[str, Any] = dict(
+            NOTHING
+        )  # the last that could be read, and how much of the text it was
+        self._read_to = 0
         self._calls: list[_Call] = []
         self.parse_s = 0.0
         begun = self._parse(partial=True) if params.prefilled else None
@@ -99,40 +103,63 @@ class Answer:
         return [] if parsed is None else self._deltas(parsed, final=False)
 
     def finish(self, *, complete: bool) -> tuple[list[Delta], ChatMessage]:
-        """The last deltas, and the message. `complete`: the model ended its answer itself."""
+        """The last deltas, and the message: what was given out. `complete`: the model ended it itself."""
         whole = self._parse(partial=False) if complete else None
-        parsed = whole or self._parse(partial=True) or dict(NOTHING)
+        parsed = whole or self._parse(partial=True) or self._last_read()
         calls = [
             call for i, each in enumerate(parsed["tool_calls"]) if (call := self._call(i, each)) is not None
         ]
-        if complete and not calls and (whole is None or parsed["tool_calls"]):
+        is_strange = complete and (whole is None or parsed["tool_calls"])
+        if is_strange and not calls and not any(call.is_announced for call in self._calls):
             log.info("an answer is not in the form of its template; it is taken as content")
-            parsed = self._as_content(parsed["reasoning_content"])
+            parsed = self._as_content(parsed)
+        deltas = self._deltas(parsed, final=True)
         message = ChatMessage(
             role="assistant",
-            content=parsed["content"].removeprefix(self._begun_content),
-            reasoning_content=parsed["reasoning_content"].removeprefix(self._begun_reasoning) or None,
+            content=self._content.removeprefix(self._begun_content),
+            reasoning_content=self._reasoning.removeprefix(self._begun_reasoning) or None,
             tool_calls=tuple(calls),
         )
-        return self._deltas(parsed, final=True), message
+        return deltas, message
 
-    def _as_content(self, reasoning: str) -> dict[str, Any]:
+    def _last_read(self) -> dict[str, Any]:
+        """What could be read when it was shorter, and behind it the text that came since."""
+        read, rest = self._read, self._text[self._read_to :]
+        if read["tool_calls"]:
+            return read
+        if read["reasoning_content"] and not read["content"]:
+            thought, content = self._parted(rest)
+            return {**read, "reasoning_content": read["reasoning_content"] + thought, "content": content}
+        return {**read, "content": read["content"] + rest}
+
+    def _as_content(self, parsed: Mapping[str, Any]) -> dict[str, Any]:
         """The text as it is, but for thinking that was told apart."""
-        text = self._text
-        for end in self._params.applied.thinking_ends if reasoning else ():
-            text = text.partition(end)[2] or text
-        return {**NOTHING, "content": self._begun_content + text, "reasoning_content": reasoning}
+        reasoning = parsed["reasoning_content"]
+        text = self._parted(self._text)[1] if reasoning else self._text
+        given = self._content.removeprefix(self._begun_content)
+        at = max(text.find(given), 0)  # the parser leaves out what surrounds it
+        return {**NOTHING, "content": self._begun_content + text[at:], "reasoning_content": reasoning}
+
+    def _parted(self, text: str) -> tuple[str, str]:
+        """Thinking, and what is behind its end: nothing if it has none."""
+        for end in self._params.applied.thinking_ends:
+            if end in text:
+                thought, _, rest = text.partition(end)
+                return thought, rest
+        return text, ""
 
     def _parse(self, *, partial: bool) -> dict[str, Any] | None:
         self._parsed_at = len(self._text)
         started = time.perf_counter()
         try:
-            return self._parser.parse(self._text, partial=partial)
+            parsed = self._parser.parse(self._text, partial=partial)
         except InvalidContent as why:
             log.debug("%s", why)
             return None
         finally:
             self.parse_s += time.perf_counter() - started
+        self._read, self._read_to = parsed, len(self._text)
+        return parsed
 
     # --- deltas ---
 
@@ -169,7 +196,8 @@ class Answer:
         while len(self._calls) <= index:
             self._calls.append(_Call())
         state = self._calls[index]
-        if call["id"] and not state.is_announced:
+        others = [each.id for each in self._calls if each is not state]
+        if call["id"] and not state.is_announced and call["id"] not in others:
             state.id = call["id"]
         return state
 

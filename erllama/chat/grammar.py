@@ -39,7 +39,11 @@ class SchemaGrammars:
 
     def of(self, schema: Mapping[str, Any]) -> str:
         """The grammar. Raises: `InvalidGrammar` naming the place, the keyword and why it is not enforced."""
-        return self._converted(schema_text(schema))
+        return self._converted(schema_text(schema))[0]
+
+    def canonical(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        """The schema in the form that the converter is given; not to be changed. Raises: as `of`."""
+        return self._converted(schema_text(schema))[1]
 
     def statistics(self) -> Conversions:
         """Counts since this object was made."""
@@ -55,13 +59,20 @@ def schema_text(schema: object) -> str:
         raise InvalidGrammar(f"the JSON schema is not JSON: {why}") from None
 
 
-def _convert(text: str) -> str:
+def _convert(text: str) -> tuple[str, dict[str, Any]]:
     canonical, _ = canonical_schema(json.loads(text))
     grammar = sealed(llama.schema_to_grammar(canonical))
+    renamed = (
+        set(re.findall(r"^(root\d+) ::=", grammar, re.MULTILINE)) - canonical.get("properties", {}).keys()
+    )
+    if renamed:
+        raise InvalidGrammar(
+            "json_schema: the converter takes another rule for its root", detail={"path": "#"}
+        )
     for pattern in _patterns(canonical):
         check_pattern(pattern)
     _check(grammar)
-    return grammar
+    return grammar, canonical
 
 
 def _check(grammar: str) -> None:

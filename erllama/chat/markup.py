@@ -1,18 +1,18 @@
 """Control-token text in what users wrote stays text.
 
 A template gives one string, in which the control tokens it writes cannot be told from the same characters in
-a message. So before rendering, every such text in messages and descriptions is split by a private-use
+a message. So before rendering, every such text that callers wrote (`authored.py`) is split by a private-use
 character (the *mark*) that nobody used; the rendered prompt is cut at the marks, and its pieces are tokenised
 apart. What a control token's text was is then two pieces, neither of which is one.
 """
 
 from __future__ import annotations
 
-import itertools
+import json
 import re
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from erllama.errors import InvalidContent
 
@@ -27,41 +27,51 @@ class Markup:
     """The texts that are control tokens of one model."""
 
     def __init__(self, texts: Iterable[str]) -> None:
-        self._texts = {text for text in texts if len(text) > 1}
+        own = {text for text in texts if len(text) > 1}
+        # Arguments of calls are JSON text, in which quotes have backslashes.
+        self._texts = own | {json.dumps(text, ensure_ascii=False)[1:-1] for text in own}
+        self._words = {re.sub(r"^\W+|\W+$", "", text) for text in own} - own
         self._lengths = sorted({len(text) for text in self._texts})
         begins = "".join(sorted({re.escape(text[0]) for text in self._texts}))
         self._begin = re.compile(f"[{begins}]") if begins else None
 
     def places(self, text: str) -> list[int]:
         """Where control-token texts begin in `text`; overlapping ones too."""
-        if self._begin is None:
-            return []
-        return [
-            at
-            for found in self._begin.finditer(text)
-            if any(text[(at := found.start()) : at + n] in self._texts for n in self._lengths)
-        ]
+        return [at for at in self._beginnings(text) if self._is_place(text, at)]
 
-    def split(self, text: str, mark: str, spared: Iterable[str] = ()) -> str:
-        """The text with a mark behind the first character of every control-token text but the spared ones."""
-        kept = tuple(spared)
-        places = [at for at in self.places(text) if not (kept and text.startswith(kept, at))]
-        if not places:
-            return text
-        cuts = [0, *(at + 1 for at in places), len(text)]
-        return mark.join(text[a:b] for a, b in itertools.pairwise(cuts))
+    def split(self, parts: Sequence[str], mark: str, spared: Iterable[str] = ()) -> list[str]:
+        """The texts with a mark behind the first character of every control-token text but the spared ones.
 
-    def without(self, text: str, spared: Iterable[str] = ()) -> str:
-        """The text with an "x" for every control-token text but the spared ones."""
+        They are looked at as one text, which is what some templates make of the parts of a message.
+        """
         kept = tuple(spared)
-        parts: list[str] = []
-        done = 0
-        for at in self.places(text):
-            if at >= done and not (kept and text.startswith(kept, at)):
-                n = max(n for n in self._lengths if text[at : at + n] in self._texts)
-                parts += [text[done:at], "x"]
-                done = at + n
-        return "".join([*parts, text[done:]])
+        whole = "".join(parts)
+        cuts = deque(at + 1 for at in self.places(whole) if not (kept and whole.startswith(kept, at)))
+        made: list[str] = []
+        begin = 0
+        for part in parts:
+            end = begin + len(part)
+            pieces = []
+            while cuts and cuts[0] <= end:
+                pieces.append(whole[begin : cuts[0]])
+                begin = cuts.popleft()
+            made.append(mark.join([*pieces, whole[begin:end]]))
+            begin = end
+        return made
+
+    def neutral(self, text: str, spared: Iterable[str] = ()) -> str:
+        """The text with nothing in it that a control token but the spared ones could begin with."""
+        kept = tuple(spared)
+        made = list(text)
+        for at in self._beginnings(text):
+            is_mark_up = not (text[at].isalnum() or text[at].isspace()) or self._is_place(text, at)
+            if is_mark_up and not (kept and text.startswith(kept, at)):
+                made[at] = "y" if text[at] == "x" else "x"
+        return "".join(made)
+
+    def neutral_name(self, name: str) -> str:
+        """A property's name, which some templates write in angle brackets, as what no control token has."""
+        return f"x{name}" if name in self._words else self.neutral(name)
 
     def tokens(self, prompt: str, mark: str, tokenize: Tokenize) -> list[int]:
         """Token ids of a rendered prompt, its pieces tokenised apart."""
@@ -70,6 +80,12 @@ class Markup:
         for piece in rest:
             ids += continued(piece, tokenize)
         return ids
+
+    def _beginnings(self, text: str) -> list[int]:
+        return [] if self._begin is None else [found.start() for found in self._begin.finditer(text)]
+
+    def _is_place(self, text: str, at: int) -> bool:
+        return any(text[at : at + n] in self._texts for n in self._lengths)
 
 
 def continued(piece: str, tokenize: Tokenize) -> list[int]:
@@ -98,43 +114,3 @@ def choose_mark(text: str) -> str:
 def unescaped(prompt: str, mark: str) -> str:
     """A prompt whose template writes tools or arguments as JSON in ASCII, with its marks as they were."""
     return re.sub(rf"\\u{ord(mark):04x}", mark, prompt, flags=re.IGNORECASE)
-
-
-def changed_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """The same JSON with every text in it changed, keys aside."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: changed_texts(each, change) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [changed_texts(each, change) for each in value]
-    return value
-
-
-def changed_messages(
-    messages: list[dict[str, Any]], change: Callable[[str, str], str]
-) -> list[dict[str, Any]]:
-    """The messages with `change(text, role)` applied to content, reasoning and arguments."""
-    return [_changed_message(message, partial(_in_role, change, message["role"])) for message in messages]
-
-
-def _in_role(change: Callable[[str, str], str], role: str, text: str) -> str:
-    return change(text, role)
-
-
-def _changed_message(message: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
-    made = dict(message)
-    content = message["content"]
-    made["content"] = (
-        [{**part, "text": change(part["text"])} for part in content]
-        if isinstance(content, list)
-        else change(content)
-    )
-    if "reasoning_content" in message:
-        made["reasoning_content"] = change(message["reasoning_content"])
-    if "tool_calls" in message:
-        made["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": change(call["function"]["arguments"])}}
-            for call in message["tool_calls"]
-        ]
-    return made

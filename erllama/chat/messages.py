@@ -57,7 +57,7 @@ class _Checker:
         if not isinstance(message, Mapping):
             raise self._fail(f"expected a mapping with role and content, not {type(message).__name__}")
         role = message.get("role")
-        if role not in ROLES:
+        if not isinstance(role, str) or role not in ROLES:
             raise self._fail(f"unknown role {role!r}; there are {', '.join(ROLES)}")
         made: dict[str, Any] = {"role": role}
         for key, value in message.items():
@@ -100,7 +100,7 @@ class _Checker:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise self._fail(f'content parts are {{"type": "text", "text": …}}; {kind!r} cannot be used')
         if part.keys() - {"type", "text"}:
-            raise self._fail(f"a text part has no {sorted(part.keys() - {'type', 'text'})[0]!r}")
+            raise self._fail(f"a text part has no {min(map(str, part.keys() - {'type', 'text'}))!r}")
         return {"type": "text", "text": self._text(part["text"], "a part's text")}
 
     def _calls(self, calls: object) -> list[dict[str, Any]]:
@@ -121,7 +121,10 @@ class _Checker:
             raise self._fail(f"{where}: its function has no name")
         made: dict[str, Any] = {
             "type": "function",
-            "function": {"name": function["name"], "arguments": self._arguments(function, where)},
+            "function": {
+                "name": self._text(function["name"], f"{where}: its name"),
+                "arguments": self._arguments(function, where),
+            },
         }
         if call.get("id") is not None:
             made["id"] = self._text(call["id"], f"{where}: id")

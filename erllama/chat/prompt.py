@@ -6,22 +6,23 @@ import dataclasses
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from erllama.backend import Guide, ThinkingSpan
 from erllama.errors import InvalidContent, InvalidGrammar, InvalidOption, NotSupported
-from erllama.llama.chat import WORD
+from erllama.llama.chat import PATTERN, PATTERN_FULL, WORD
 
+from .authored import Marked, Neutral, changed_inputs, without_escapes
 from .grammar import schema_text, sealed
-from .markup import changed_messages, changed_texts, choose_mark, unescaped
+from .markup import choose_mark, continued, unescaped
 from .messages import check_messages, is_prefilled
 from .options import ChatOptions, schema_of
-from .schema import canonical_schema
 from .tools import Tools, check_tools
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
     from erllama import llama
 
     from .grammar import SchemaGrammars
@@ -64,7 +65,7 @@ class Vocabulary:
 
     def ids(self, text: str) -> tuple[int, ...]:
         """Tokens of a piece of markup."""
-        return tuple(self.tokenize(text, add_special=False, parse_special=True))
+        return tuple(continued(text, self.tokenize))
 
 
 class Renderer:
@@ -84,12 +85,20 @@ class Renderer:
     ) -> ChatParams:
         """Raises: `InvalidContent`, `InvalidOption`, `InvalidGrammar`, `NotSupported`."""
         started = time.perf_counter()
-        checked = check_messages(messages)
+        checked = [self._unhidden(message) for message in check_messages(messages)]
         tools = check_tools(options.tools, options.tool_choice)
         schema = schema_of(options.response_format, json_schema)
         _check_together(tools, schema, grammar)
         inputs = self._inputs(checked, tools, options, schema)
+        if grammar is not None:
+            inputs["enable_thinking"] = False  # a grammar holds from the first token
         applied = self._template.native.apply(inputs)
+        if grammar is not None and _begins_thinking(applied):
+            raise InvalidOption(
+                "this chat template begins answers with thinking, where a grammar would hold already; "
+                "use json_schema, which waits for the end of it",
+                detail={"key": "grammar"},
+            )
         shown, prompt = self._shown(inputs, applied, tools)
         _check_supported(self._template, applied, checked, tools)
         mark = choose_mark(schema_text([shown, prompt]) + prompt)
@@ -128,8 +137,8 @@ class Renderer:
         if tools.enforced:
             inputs["tools"] = list(tools.enforced)
         if schema is not None:
-            self._grammars.of(schema)  # refuses what cannot be enforced, and says where
-            inputs["json_schema"] = canonical_schema(schema)[0] or {"type": "object"}
+            # Refuses what cannot be enforced, and says where.
+            inputs["json_schema"] = self._grammars.canonical(schema) or {"type": "object"}
         return inputs
 
     def _shown(
@@ -157,21 +166,39 @@ class Renderer:
         first = next((i for i, (one, other) in enumerate(pairs) if one != other), len(head))
         return min(first, len(prompt_ids))
 
+    def _unhidden(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message whose calls' arguments hide no control-token text behind needless JSON escapes."""
+        if "tool_calls" not in message:
+            return message
+        calls = []
+        for call in message["tool_calls"]:
+            function = call["function"]
+            plain = without_escapes(function["arguments"])
+            if self._template.markup.places(plain):
+                call = {**call, "function": {**function, "arguments": plain}}
+            calls.append(call)
+        return {**message, "tool_calls": calls}
+
     def _marked(self, prompt: str, inputs: dict[str, Any], mark: str) -> str:
-        """The prompt, with control-token text of messages and tools split by marks."""
+        """The prompt, with control-token text of whatever callers wrote split by marks.
+
+        How many control tokens the template writes itself is told by the same conversation without any such
+        text; where that is another number, a text would become a token in a way not known here.
+        """
         markup, spared = self._template.markup, self._template.spared
-        split = _changed(inputs, lambda text, kept: markup.split(text, mark, kept), spared)
-        if split == inputs:
+        alone = {key: value for key, value in inputs.items() if key != "json_schema"}  # only the grammar's
+        neutral = changed_inputs(alone, Neutral(markup, spared))
+        if neutral == alone:
             return prompt
-        apply = self._template.native.apply
-        marked = unescaped(apply(split).prompt, mark)
-        without = apply(_changed(inputs, markup.without, spared)).prompt
+        split = changed_inputs(alone, Marked(markup, mark, spared))
+        try:
+            marked = prompt if split == alone else unescaped(self._template.native.apply(split).prompt, mark)
+            own = self._template.native.apply(neutral).prompt
+        except InvalidGrammar:
+            raise _becomes_markup() from None
         n_whole = sum(len(markup.places(piece)) for piece in marked.split(mark))
-        if marked.replace(mark, "") != prompt or n_whole != len(markup.places(without)):
-            raise InvalidContent(
-                "a message or tool has the text of a control token, and this model's chat template would "
-                "make it one"
-            )
+        if marked.replace(mark, "") != prompt or n_whole != len(markup.places(own)):
+            raise _becomes_markup()
         return marked
 
     # --- the answer ---
@@ -181,7 +208,11 @@ class Renderer:
         applied, words = params.applied, self._vocabulary
         lazy = applied.grammar_lazy and not own_grammar
         span = None
-        if applied.thinking_ends and applied.thinking_start and (lazy or thinking_budget is not None):
+        if (
+            applied.thinking_ends
+            and applied.thinking_start
+            and (lazy or (thinking_budget is not None and not own_grammar))
+        ):
             ends = tuple(words.ids(end) for end in applied.thinking_ends)
             span = ThinkingSpan(
                 start=words.ids(applied.thinking_start), ends=ends, forced=ends[0], budget=thinking_budget
@@ -201,13 +232,20 @@ class Renderer:
         patterns: list[str] = []
         tokens: list[int] = []
         for kind, text in applied.triggers:
-            ids = self._vocabulary.ids(text) if kind == WORD else ()
-            if len(ids) == 1:
-                tokens.append(ids[0])
-            elif kind == WORD:
-                patterns.append(re.sub(r"([.^$|()*+?\[\]{}\\])", r"\\\1", text))
-            else:
+            if kind == WORD:
+                ids = self._vocabulary.ids(text)
+                if (
+                    len(ids) == 1
+                ):  # no pattern beside it: each is searched for in all of the answer, token by token
+                    tokens.append(ids[0])
+                else:
+                    patterns.append(re.sub(r"([.^$|()*+?\[\]{}\\])", r"\\\1", text))
+            elif kind == PATTERN:
                 patterns.append(text)
+            elif kind == PATTERN_FULL:
+                patterns.append(f"^(?:{text})$")
+            else:
+                raise NotSupported(f"a trigger of kind {kind} begins this template's calls", detail="tools")
         return tuple(patterns), tuple(tokens)
 
     def _prefill(self, text: str) -> tuple[int, ...]:
@@ -225,43 +263,15 @@ class Renderer:
         return found
 
 
-def _changed(
-    inputs: dict[str, Any], change: Callable[[str, tuple[str, ...]], str], spared: tuple[str, ...]
-) -> dict[str, Any]:
-    """Messages and the words of tools changed; in an assistant's words the spared texts stay."""
-    made = dict(inputs)
-    made["messages"] = changed_messages(
-        inputs["messages"], lambda text, role: change(text, spared if role == "assistant" else ())
+def _begins_thinking(applied: llama.Applied) -> bool:
+    _, start, begun = applied.generation_prompt.rpartition(applied.thinking_start or "\0")
+    return bool(start) and not any(end in begun for end in applied.thinking_ends)
+
+
+def _becomes_markup() -> InvalidContent:
+    return InvalidContent(
+        "a message or tool has the text of a control token, and this model's chat template would make it one"
     )
-    if "tools" in inputs:
-        made["tools"] = [_changed_tool(tool, lambda text: change(text, ())) for tool in inputs["tools"]]
-    return made
-
-
-def _changed_tool(tool: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
-    function = tool["function"]
-    return {
-        **tool,
-        "function": {
-            **function,
-            "description": change(function["description"]),
-            "parameters": _changed_words(function["parameters"], change),
-        },
-    }
-
-
-def _changed_words(schema: Any, change: Callable[[str], str]) -> Any:
-    """A schema with its descriptions changed; names and values are the grammar's."""
-    if isinstance(schema, Mapping):
-        return {
-            key: changed_texts(value, change)
-            if key in ("description", "title", "examples") and not isinstance(value, Mapping)
-            else _changed_words(value, change)
-            for key, value in schema.items()
-        }
-    if isinstance(schema, list):
-        return [_changed_words(each, change) for each in schema]
-    return schema
 
 
 def _check_together(tools: Tools, schema: object, grammar: str | None) -> None:

@@ -21,6 +21,7 @@ from .schema_facts import (
     CONSTRAINTS,
     FORMATS,
     NUMBER,
+    SHAPES,
     TYPES,
     Json,
     bounds,
@@ -37,6 +38,8 @@ from .schema_facts import (
 )
 
 MAX_DEPTH = 64
+MAX_NODES = 20_000  # $ref, type lists and alternatives multiply
+MAX_OPEN = 16  # references looked at within one another
 MAX_INTEGER = 10**15  # the converter's integers have up to 16 digits
 
 
@@ -68,6 +71,9 @@ class _Writer:
     def __init__(self, root: Mapping[str, Json], loosen: bool) -> None:
         self._root = root
         self._loosen = loosen
+        self._n_nodes = 0
+        self._targets: dict[str, dict[str, Json]] = {}
+        self._open: set[str] = set()
         self.notes: list[Note] = []
 
     def write(self) -> dict[str, Json]:
@@ -95,6 +101,12 @@ class _Writer:
     # --- one schema ---
 
     def _node(self, schema: Json, path: str, depth: int) -> dict[str, Json]:
+        self._n_nodes += 1
+        if self._n_nodes > MAX_NODES:
+            raise InvalidGrammar(
+                f"json_schema, {path}: more than {MAX_NODES} schemas come out of this one",
+                detail={"path": path},
+            )
         if depth > MAX_DEPTH:
             raise InvalidGrammar(
                 f"json_schema, {path}: nested deeper than {MAX_DEPTH}", detail={"path": path}
@@ -106,6 +118,7 @@ class _Writer:
             return {}
         if not isinstance(schema, Mapping):
             raise InvalidGrammar(f"json_schema, {path}: a schema is an object", detail={"path": path})
+        schema = self._shaped(schema, path)
         if "$ref" in schema:
             return self._ref(schema, path)
         for keyword in ("not", "if", "$dynamicRef", "$recursiveRef"):
@@ -126,6 +139,15 @@ class _Writer:
                 detail={"path": path, "keyword": "type"},
             )
         return self._typed(schema, kind or implied_type(schema), path, depth)
+
+    def _shaped(self, schema: Mapping[str, Json], path: str) -> Mapping[str, Json]:
+        """The schema without the keywords whose values are of no use, all of which are told."""
+        wrong = [
+            key for key, (fits_shape, _) in SHAPES.items() if key in schema and not fits_shape(schema[key])
+        ]
+        for key in wrong:
+            self._fail(path, key, f"expected {SHAPES[key][1]}")
+        return {key: value for key, value in schema.items() if key not in wrong} if wrong else schema
 
     def _typed(self, schema: Mapping[str, Json], kind: str | None, path: str, depth: int) -> dict[str, Json]:
         match kind:
@@ -228,11 +250,24 @@ class _Writer:
                     return
 
     def _deref(self, made: dict[str, Json]) -> dict[str, Json]:
-        target = self._target(made["$ref"]) if "$ref" in made else None
-        if target is None:
+        ref = made.get("$ref")
+        target = None if ref is None else self._target(ref)
+        if ref is None or target is None or ref in self._open or len(self._open) >= MAX_OPEN:
             return made
-        quiet = _Writer(self._root, loosen=True)
-        return quiet._node(target, made["$ref"], 1)
+        if ref not in self._targets:
+            self._targets[ref] = self._quiet(target, ref)
+        return self._targets[ref]
+
+    def _quiet(self, target: Mapping[str, Json], ref: str) -> dict[str, Json]:
+        """What a reference leads to, with no word about what cannot be enforced: that is told where it is."""
+        loosen, notes = self._loosen, self.notes
+        self._loosen, self.notes = True, []
+        self._open.add(ref)
+        try:
+            return self._node(target, ref, 1)
+        finally:
+            self._loosen, self.notes = loosen, notes
+            self._open.remove(ref)
 
     def _values(self, schema: Mapping[str, Json], path: str) -> dict[str, Json]:
         key = "const" if "const" in schema else "enum"
@@ -254,7 +289,7 @@ class _Writer:
         if not kinds:
             self._fail(path, "type", "an empty list")
             return {}
-        each = [self._node({**schema, "type": kind}, path, depth + 1) for kind in kinds]
+        each = [self._node({**schema, "type": kind}, path, depth + 1) for kind in dict.fromkeys(kinds)]
         return {"anyOf": each}
 
     def _all_of(self, schema: Mapping[str, Json], path: str, depth: int) -> dict[str, Json]:
@@ -279,13 +314,17 @@ class _Writer:
             found = self._target(part["$ref"]) if isinstance(part, Mapping) and "$ref" in part else part
             if not isinstance(found, Mapping) or found.get("type", "object") != "object":
                 return None
+            if not isinstance(found.get("properties", {}), Mapping) or not SHAPES["required"][0](
+                found.get("required", [])
+            ):
+                return None
             if found.keys() & CONSTRAINTS - {"type", "properties", "required"}:
                 return None
-            for name, each in (found.get("properties") or {}).items():
+            for name, each in (found.get("properties", {})).items():
                 if name in properties and not same(properties[name], each):
                     return None
                 properties[name] = each
-            required += [name for name in found.get("required") or () if name not in required]
+            required += [name for name in found.get("required", []) if name not in required]
         return {"type": "object", "properties": properties, "required": required}
 
     # --- types ---
@@ -297,6 +336,9 @@ class _Writer:
                 f"json_schema, {path}: properties: expected an object",
                 detail={"path": path, "keyword": "properties"},
             )
+        if properties and "" in properties:
+            self._fail(path, "properties", "a property without a name cannot be enforced")
+            properties = {name: each for name, each in properties.items() if name}
         made: dict[str, Json] = {"type": "object"}
         if properties is not None:
             made["properties"] = {
@@ -360,6 +402,8 @@ class _Writer:
         listed = schema.get(key)
         if isinstance(listed, (list, tuple)) and listed:
             return self._tuple(schema, key, listed, path, depth)
+        if items is None and schema.get("unevaluatedItems", True) is not True:
+            self._fail(path, "unevaluatedItems", "a grammar cannot express it")
         least, most = self._counts(schema, "minItems", "maxItems", MAX_REPEATED + 1, path)
         made: dict[str, Json] = {"type": "array"}
         if items is False:

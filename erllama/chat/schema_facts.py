@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 OBJECT = {
@@ -38,6 +38,22 @@ Json = Any
 def is_whole(value: Json) -> bool:
     """Whether it is a whole number, 3.0 included."""
     return kind_of(value) == "integer"
+
+
+def _is_names(value: Json) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value)
+
+
+_COUNT: tuple[Callable[[Json], bool], str] = (is_whole, "a whole number")
+SHAPES: dict[str, tuple[Callable[[Json], bool], str]] = {
+    "type": (lambda value: isinstance(value, str) or _is_names(value), "a type or a list of types"),
+    "format": (lambda value: isinstance(value, str), "the name of a format"),
+    "enum": (lambda value: isinstance(value, (list, tuple)), "a list of values"),
+    "required": (_is_names, "a list of names"),
+    **dict.fromkeys(
+        ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"), _COUNT
+    ),
+}
 
 
 def is_empty(keyword: str, value: Json) -> bool:
@@ -86,13 +102,28 @@ def bounds(low_key: str, low: int | None, high_key: str, high: int | None) -> di
 
 
 def same(one: Json, other: Json) -> bool:
-    """Equal as JSON: True is not 1."""
-    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+    """Equal as JSON: 1.0 is 1, True is not."""
+    return _key(one) == _key(other)
+
+
+def _key(value: Json) -> str:
+    return json.dumps(_by_value(value), sort_keys=True)
+
+
+def _by_value(value: Json) -> Json:
+    match value:
+        case float():
+            return int(value) if value.is_integer() else value
+        case Mapping():
+            return {name: _by_value(each) for name, each in value.items()}
+        case list() | tuple():
+            return [_by_value(each) for each in value]
+    return value
 
 
 def without_repeats(values: list[Json]) -> list[Json]:
     """Each value once, in order."""
-    return list({json.dumps(v, sort_keys=True): v for v in values}.values())
+    return list({_key(v): v for v in values}.values())
 
 
 def kind_of(value: Json) -> str:

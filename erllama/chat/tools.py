@@ -104,7 +104,7 @@ def _tool(index: int, tool: object) -> dict[str, Any]:
         )
     unknown = function.keys() - {"name", "description", "parameters", "strict"}
     if unknown:
-        raise invalid(index, f"unknown key {sorted(unknown)[0]!r} in its function", "tools")
+        raise invalid(index, f"unknown key {min(map(str, unknown))!r} in its function", "tools")
     description = function.get("description") or ""
     if not isinstance(description, str):
         raise invalid(index, "its description is text", "tools")

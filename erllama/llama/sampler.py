@@ -221,6 +221,8 @@ def _is_chain_alone(params: SamplerParams) -> bool:
 
     Whatever is not known here to be harmless is taken for a grammar.
     """
+    if params.grammar is None and params.guide.thinking is None:
+        params = dataclasses.replace(params, guide=Guide())  # it speaks to these two
     plain = type(params)()
     others = [field.name for field in dataclasses.fields(params) if field.name not in OF_THE_CHAIN]
     return not _penalizes(params) and all(getattr(params, name) == getattr(plain, name) for name in others)

@@ -5,7 +5,9 @@
 
 #include "shim.h"
 
+#include <algorithm>
 #include <atomic>
+#include <cctype>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -37,17 +39,85 @@ char *give(const std::string &text, size_t *n) {
 }
 
 // Counts brackets wherever they stand, in strings too: deep is what could be deep.
-void check_nesting(const std::string &text, const char *what) {
+void check_nesting(const std::string &text, const char *what, bool with_parentheses) {
     int depth = 0;
     for (const char c : text) {
-        if (c == '[' || c == '{' || c == '(') {
+        if (c == '[' || c == '{' || (with_parentheses && c == '(')) {
             ++depth;
-        } else if ((c == ']' || c == '}' || c == ')') && depth > 0) {
+        } else if ((c == ']' || c == '}' || (with_parentheses && c == ')')) && depth > 0) {
             --depth;
         }
         if (depth > MAX_NESTING) {
             throw std::runtime_error(std::string(what) + " is nested deeper than " + std::to_string(MAX_NESTING));
         }
+    }
+}
+
+// A tag's code without its strings: the interpreter recurses on operators, filters and alternatives.
+constexpr size_t MAX_TAG_CODE = 4096;
+constexpr size_t MAX_TEMPLATE = 1 << 20;
+constexpr int MAX_BLOCKS = 128;
+constexpr int MAX_ALTERNATIVES = 1024;
+
+struct template_tag {
+    size_t end;         // behind the tag
+    size_t n_code;      // characters outside of strings
+    std::string first;  // its first word
+};
+
+template_tag read_tag(const std::string &source, size_t begin) {
+    const std::string closing = source[begin + 1] == '%' ? "%}" : "}}";
+    template_tag tag{source.size(), 0, ""};
+    char quote = 0;
+    for (size_t i = begin + 2; i < source.size(); ++i) {
+        const char c = source[i];
+        if (quote != 0) {
+            i += c == '\\' ? 1 : 0;
+            quote = c == quote ? 0 : quote;
+        } else if (source.compare(i, 2, closing) == 0) {
+            tag.end = i + 2;
+            break;
+        } else if (c == '"' || c == '\'') {
+            quote = c;
+        } else {
+            ++tag.n_code;
+        }
+    }
+    size_t at = source.find_first_not_of("-+ \t\r\n", begin + 2);
+    for (; at < tag.end && std::isalpha(static_cast<unsigned char>(source[at])) != 0; ++at) {
+        tag.first += source[at];
+    }
+    return tag;
+}
+
+// What a file's author could write to make the interpreter run out of stack, but for macros that call themselves.
+void check_template(const std::string &source) {
+    if (source.size() > MAX_TEMPLATE) {
+        throw std::runtime_error("the template has more than " + std::to_string(MAX_TEMPLATE) + " bytes");
+    }
+    check_nesting(source, "the template", true);
+    int depth = 0;
+    int n_alternatives = 0;
+    for (size_t at = source.find('{'); at != std::string::npos && at + 1 < source.size(); at = source.find('{', at)) {
+        if (source[at + 1] == '#') {
+            at = std::min(source.find("#}", at), source.size());
+            continue;
+        }
+        if (source[at + 1] != '%' && source[at + 1] != '{') {
+            ++at;
+            continue;
+        }
+        const template_tag tag = read_tag(source, at);
+        if (source[at + 1] == '%') {
+            const bool opens = tag.first == "if" || tag.first == "for" || tag.first == "macro" || tag.first == "call" || tag.first == "filter";
+            const bool closes = tag.first == "endif" || tag.first == "endfor" || tag.first == "endmacro" || tag.first == "endcall" || tag.first == "endfilter";
+            depth = std::max(0, depth + (opens ? 1 : 0) - (closes ? 1 : 0));
+            n_alternatives += tag.first == "elif" ? 1 : 0;
+        }
+        if (tag.n_code > MAX_TAG_CODE || depth > MAX_BLOCKS || n_alternatives > MAX_ALTERNATIVES) {
+            throw std::runtime_error("the template has too long an expression, or blocks nested too deep");
+        }
+        at = tag.end;
     }
 }
 
@@ -201,7 +271,11 @@ struct el_chat *shim_chat_new(const struct llama_model *model, const char *text,
     if (model == nullptr && source.empty()) {
         throw std::invalid_argument("neither a model nor a template was given");  // llama-common asserts
     }
-    check_nesting(source, "the template");
+    check_template(source);
+    for (const char *name : {static_cast<const char *>(nullptr), "tool_use"}) {
+        const char *own = model != nullptr && source.empty() ? llama_model_chat_template(model, name) : nullptr;
+        check_template(own != nullptr ? own : "");
+    }
     auto chat = std::make_unique<el_chat>();
     chat->templates = common_chat_templates_init(model, source, bos != nullptr ? bos : "", eos != nullptr ? eos : "");
     return chat.release();
@@ -255,7 +329,7 @@ void shim_chat_parser_free(struct el_chat_parser *parser) {
 
 char *shim_chat_parse(const struct el_chat_parser *parser, const char *text, size_t n_text, bool is_partial, size_t *n) {
     const std::string input(text, n_text);
-    check_nesting(input, "the answer");
+    check_nesting(input, "the answer", false);
     const quiet_log quiet;
     const auto message = common_chat_parse(input, is_partial, parser->params);
     common_json calls = common_json::array();

@@ -11,14 +11,13 @@ import trio
 
 from erllama.chat.answer import read_answer
 from erllama.chat.grammar import SchemaGrammars
-from erllama.chat.options import ChatOptions
+from erllama.chat.messages import check_messages
 from erllama.chat.prompt import ChatParams, Renderer, Vocabulary
 from erllama.chat.templates import Template
 from erllama.engine.home import require_home
 from erllama.engine.request import EventStream, open_stream
 from erllama.errors import ContextOverflow, HandleClosed, InvalidContent, NotLoaded, NotSupported
 from erllama.options import GenerationOptions
-from erllama.types import ChatMessage
 
 from .chat_events import ChatTranslator
 
@@ -27,8 +26,10 @@ if TYPE_CHECKING:
 
     from erllama.backend import Guide
     from erllama.chat.messages import Message
+    from erllama.chat.options import ChatOptions
     from erllama.chat.templates import TemplateCache
     from erllama.engine.handle import Handle
+    from erllama.types import ChatMessage
 
 HOPELESS_FROM = 64 << 10  # characters; below, rendering costs less than finding out
 
@@ -102,7 +103,7 @@ class ModelChat:
         )
 
         def render() -> tuple[ChatParams, Guide]:
-            self._refuse_hopeless(messages)
+            self._refuse_hopeless(check_messages(messages))
             renderer = self._renderer()
             params = renderer.render(messages, options, schema, grammar)
             limit = budget if budget and budget > 0 else None
@@ -152,10 +153,10 @@ class ModelChat:
         backend: Any = self._handle.backend
         return Vocabulary(backend.tokenize, backend.piece)
 
-    def _refuse_hopeless(self, messages: Sequence[Message]) -> None:
+    def _refuse_hopeless(self, messages: list[dict[str, Any]]) -> None:
         """As `Model.complete` does: templates and tokenizers are not given what cannot fit anyway."""
         longest_piece: Callable[[], int] | None = getattr(self._handle.backend, "longest_piece", None)
-        if longest_piece is None or not isinstance(messages, (list, tuple)):
+        if longest_piece is None:
             return
         n_characters = sum(map(_content_length, messages))
         if n_characters < HOPELESS_FROM:
@@ -186,7 +187,7 @@ class ModelChat:
         resolved = dataclasses.replace(
             generation,
             json_schema=None,
-            grammar=generation.grammar or params.grammar,
+            grammar=params.grammar if generation.grammar is None else generation.grammar,
             stop=(*generation.stop, *params.applied.stops),
             prefix_checkpoint_len=generation.prefix_checkpoint_len or params.n_head or None,
         )
@@ -206,20 +207,6 @@ class ModelChat:
                 self._parsed(translator.parse_s)
 
 
-def _content_length(message: object) -> int:
-    content = message.content if isinstance(message, ChatMessage) else None
-    if content is None and hasattr(message, "get"):
-        content = message.get("content")
-    if isinstance(content, str):
-        return len(content)
-    if isinstance(content, (list, tuple)):
-        return sum(len(part.get("text", "")) for part in content if hasattr(part, "get"))
-    return 0
-
-
-def split_options(given: dict[str, Any]) -> tuple[ChatOptions, dict[str, Any]]:
-    """Chat options, and the rest."""
-    names = {field.name for field in dataclasses.fields(ChatOptions)}
-    return ChatOptions(**{k: v for k, v in given.items() if k in names}), {
-        k: v for k, v in given.items() if k not in names
-    }
+def _content_length(message: Mapping[str, Any]) -> int:
+    content: str | list[dict[str, str]] = message["content"]
+    return len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)

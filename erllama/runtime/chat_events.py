@@ -46,6 +46,7 @@ class ChatTranslator:
         self._answer = Answer(params)
         self._block = ThinkingBlock(key)
         self._stops = tuple(stops)
+        self._own_stops = params.applied.stops
 
     def __enter__(self) -> ChatTranslator:
         self._answer.__enter__()
@@ -82,7 +83,8 @@ class ChatTranslator:
         return found
 
     def _finished(self, completion: Completion, request: Request) -> list[Event]:
-        deltas, message = self._answer.finish(complete=completion.finish_reason == "stop")
+        ended = completion.stop_sequence is None or completion.stop_sequence in self._own_stops
+        deltas, message = self._answer.finish(complete=ended and completion.finish_reason == "stop")
         events = [*self._events(deltas, request), *self._block.end(request)]
         stop = completion.stop_sequence if completion.stop_sequence in self._stops else None
         answered = dataclasses.replace(completion, reply=message.content, message=message, stop_sequence=stop)

@@ -1,6 +1,7 @@
 """Whether a request was meant for this server. Pure.
 
-A page of the web can have its own name lead to 127.0.0.1 and then ask as if it were at home ("DNS rebinding").
+A page of the web can have its own name lead to 127.0.0.1 and then ask as if it were at home ("DNS
+rebinding").
 So a server that listens on this machine only answers to names of this machine only.
 """
 

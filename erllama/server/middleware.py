@@ -159,9 +159,7 @@ class Cors:
 class Gate:
     """Refuses what needs no route: wrong keys, bodies too large or slow, requests while the server ends."""
 
-    def __init__(
-        self, app: ASGIApp, *, settings: Settings, is_draining: Callable[[], bool]
-    ) -> None:
+    def __init__(self, app: ASGIApp, *, settings: Settings, is_draining: Callable[[], bool]) -> None:
         self._app = app
         auth, limits = settings.auth, settings.limits
         self._keys = {"openai": auth.openai, "anthropic": auth.anthropic, "ollama": auth.ollama}

@@ -188,4 +188,22 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "constraint without type": ({"minimum": 3}, "#", "minimum"),
     "const with pattern": ({"const": "a", "pattern": "^b$"}, "#", "pattern"),
     "properties as list": ({"type": "object", "properties": []}, "#", "properties"),
+    "property without a name": (
+        {"type": "object", "properties": {"": {"type": "string"}}, "additionalProperties": False},
+        "#", "properties",
+    ),
+    "object as type": (a(type={}), "#/properties/a", "type"),
+    "objects as types": ({"type": [{}]}, "#", "type"),
+    "list as format": ({"format": ["a"]}, "#", "format"),
+    "number as enum": ({"const": 1, "enum": 5}, "#", "enum"),
+    "text as count": ({"type": "object", "minProperties": "2"}, "#", "minProperties"),
+    "null as count": ({**PERSON, "maxProperties": None}, "#", "maxProperties"),
+    "text as length of a tuple": ({"prefixItems": [{"type": "null"}], "minItems": "3"}, "#", "minItems"),
+    "allOf with a list": (
+        {"allOf": [{"type": "object", "properties": [1]}, {"type": "object"}]}, "#", "allOf",
+    ),
+    "allOf with a number": ({"allOf": [{"required": 5}, {"type": "object"}]}, "#", "allOf"),
+    "allOf of no type": ({"allOf": [{"type": {}}, {"type": "object"}]}, "#", "allOf"),
+    "unevaluated items": ({"type": "array", "unevaluatedItems": False}, "#", "unevaluatedItems"),
+    "one number written twice": ({"oneOf": [{"const": 1}, {"const": 1.0}]}, "#", "oneOf"),
 }  # fmt: skip

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from chat.scenes import TOOLS, USER, call, templates, written
-from erllama.chat.answer import Answer, CallDelta, ContentDelta, decoded, new_call_id
+from chat.scenes import NAMES, ONE_CALL, TOOLS, USER, call, templates, written
+from erllama.chat.answer import Answer, CallDelta, ContentDelta, ReasoningDelta, decoded, new_call_id
+from erllama.chat.messages import check_messages
 from erllama.chat.prompt import ChatParams
 
 pytestmark = pytest.mark.model
@@ -74,3 +75,78 @@ def test_call_ids_differ():
     ids = {new_call_id() for _ in range(1000)}
     assert len(ids) == 1000
     assert all(len(i) == 9 and i.isalnum() for i in ids)
+
+
+def read_of(name, text, *, complete, **inputs):
+    """An answer fed three characters at a time: its deltas, and its message."""
+    applied = templates(name).apply({"messages": [USER], "tools": TOOLS, **inputs})
+    params = ChatParams(prompt="", prompt_ids=[], applied=applied, tool_names=("get_weather", "get_time"))
+    deltas = []
+    with Answer(params) as answer:
+        for at in range(0, len(text), 3):
+            deltas += answer.feed(text[at : at + 3])
+        more, message = answer.finish(complete=complete)
+    return [*deltas, *more], message
+
+
+def joined(kind, deltas):
+    """The text of all deltas of a kind."""
+    return "".join(delta.text for delta in deltas if isinstance(delta, kind))
+
+
+@pytest.mark.parametrize("complete", [True, False])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_announced_call_is_never_content_too(name, complete):
+    """Cut anywhere, by whatever: what went out as a call does not come again as text."""
+    applied, text = written(templates(name), ONE_CALL)
+    params = ChatParams(prompt="", prompt_ids=[], applied=applied, tool_names=("get_weather", "get_time"))
+    n_announced = 0
+    for end in range(len(text)):
+        with Answer(params) as answer:
+            deltas = answer.feed(text[:end])
+            more, message = answer.finish(complete=complete)
+        if any(isinstance(delta, CallDelta) for delta in [*deltas, *more]):
+            n_announced += 1
+            assert "get_weather" not in joined(ContentDelta, [*deltas, *more]) + message.content
+    assert n_announced
+
+
+SAD = "ok " + ":( [ {" * 300 + "the end"
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_text_that_stops_being_readable_is_in_the_message(complete):
+    """Brackets that nobody closes: what was streamed and what came behind it, once."""
+    deltas, message = read_of("Qwen-Qwen2.5-7B-Instruct", SAD, complete=complete)
+    assert message.content == SAD
+    assert joined(ContentDelta, deltas) == SAD
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_thinking_that_stops_being_readable_is_no_content(complete):
+    """It was streamed as thinking; the answer behind it is content."""
+    text = f"Let me {SAD}</think>The answer"
+    deltas, message = read_of("Bielik-11B-v3.0-Instruct", text, complete=complete)
+    assert message.reasoning_content == joined(ReasoningDelta, deltas) == f"Let me {SAD}"
+    assert message.content == joined(ContentDelta, deltas) == "The answer"
+
+
+def test_a_thinking_block_without_an_end_is_no_content():
+    """The model ended its answer within it."""
+    deltas, message = read_of("Bielik-11B-v3.0-Instruct", "I wonder about", complete=True)
+    assert message.reasoning_content == joined(ReasoningDelta, deltas) == "I wonder about"
+    assert message.content == joined(ContentDelta, deltas) == ""
+
+
+def test_two_calls_with_one_id_get_two():
+    """The model wrote the same id twice; the message can be sent back."""
+    [name] = [name for name in NAMES if "command-r7b" in name]
+    call = '{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {"city": "Oslo"}}'
+    deltas, message = read_of(
+        name, f"<|START_ACTION|>[\n    {call},\n    {call}\n]<|END_ACTION|>", complete=True
+    )
+    first, second = message.tool_calls
+    assert first.id == "0"
+    assert second.id not in ("", "0")
+    assert [d.id for d in deltas if isinstance(d, CallDelta) and d.id] == [first.id, second.id]
+    assert check_messages([USER, message])

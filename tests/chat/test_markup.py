@@ -18,24 +18,53 @@ hostile = st.text(st.sampled_from("<>s/|ab[X] "), max_size=30)
 def test_no_piece_holds_a_control_token(text):
     """Split, no control-token text is whole; without the marks it is the text."""
     markup = Markup(TEXTS)
-    split = markup.split(text, MARK)
+    [split] = markup.split([text], MARK)
     assert split.replace(MARK, "") == text
     assert not any(markup.places(piece) for piece in split.split(MARK))
 
 
-@given(hostile)
-def test_replaced_texts_are_gone(text):
-    """`without` leaves none, and ordinary text alone."""
+@given(st.lists(hostile, max_size=4))
+def test_parts_are_split_as_one_text(texts):
+    """However a text is parted, no control-token text is whole once the parts are joined."""
     markup = Markup(TEXTS)
-    assert not markup.places(markup.without(text))
-    if not markup.places(text):
-        assert markup.without(text) == text
+    made = markup.split(texts, MARK)
+    assert [part.replace(MARK, "") for part in made] == texts
+    assert not any(markup.places(piece) for piece in "".join(made).split(MARK))
+
+
+@given(hostile, hostile)
+def test_neutral_text_begins_no_control_token(text, behind):
+    """Whatever stands behind it, and ordinary text stays."""
+    markup = Markup(TEXTS)
+    neutral = markup.neutral(text)
+    assert len(neutral) == len(text)
+    assert all(at >= len(text) for at in markup.places(neutral + behind))
+    assert markup.neutral("plain words, 1 > 0") == "plain words, 1 > 0"
+
+
+def test_names_between_brackets():
+    """What some templates write in angle brackets: a bare word of a control token becomes another."""
+    markup = Markup(TEXTS)
+    assert [markup.neutral_name(name) for name in ("s", "a", "X", "city", "a<")] == [
+        "xs",
+        "xa",
+        "xX",
+        "city",
+        "ax",
+    ]
+
+
+def test_quotes_of_arguments():
+    """Arguments are JSON text: there a control-token text with a quote has a backslash."""
+    markup = Markup(['<|"|>'])
+    assert markup.split([r'{"a": "<|\"|>"}'], MARK) == [rf'{{"a": "<{MARK}|\"|>"}}']
 
 
 def test_spared_texts_stay():
     """What a template looks for in an assistant's words."""
-    assert Markup(TEXTS).split("a<s>b</s>", MARK, ["<s>"]) == f"a<s>b<{MARK}/s>"
-    assert Markup([]).split("a<s>b", MARK) == "a<s>b"
+    assert Markup(TEXTS).split(["a<s>b</s>"], MARK, ["<s>"]) == [f"a<s>b<{MARK}/s>"]
+    assert Markup([]).split(["a<s>b"], MARK) == ["a<s>b"]
+    assert Markup(TEXTS).neutral("a<s>b</s>", ["<s>"]) == "a<s>bx/s>"
 
 
 def test_marks_are_characters_nobody_used():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import sys
+import warnings
 
 import jsonschema
 import pytest
@@ -15,6 +18,7 @@ from erllama import llama
 from erllama.chat.grammar import SchemaGrammars
 from erllama.chat.pattern import PatternError, canonical_pattern
 from erllama.chat.schema import canonical_schema
+from erllama.chat.schema_facts import CONSTRAINTS
 from erllama.errors import InvalidGrammar
 
 LIKED = {'"': 4.0, "}": 4.0, "]": 4.0, "a": 3.0, "b": 3.0}  # answers end before long
@@ -147,7 +151,73 @@ def test_patterns_are_rewritten_faithfully_or_refused(pattern):
         rewritten = canonical_pattern(pattern)
     except PatternError:
         return
-    compiled, original = re.compile(rewritten, re.ASCII), re.compile(pattern, re.ASCII)
+    with warnings.catch_warnings(action="ignore"):  # "possible nested set": [[] is none
+        compiled, original = re.compile(rewritten, re.ASCII), re.compile(pattern, re.ASCII)
     for text in ("", "a", "ab", "z9", "0", " ", "a b", "x" * 3, "a-b", "[", "(", "1,2"):
         if compiled.search(text):
             assert original.search(text), (pattern, rewritten, text)
+
+
+json_values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-9, 9), st.floats(allow_nan=False), st.text(max_size=3)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.sampled_from([*sorted(CONSTRAINTS), ""]), inner, max_size=4),
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.sampled_from([*sorted(CONSTRAINTS), "format", "$defs"]), json_values, max_size=5))
+def test_any_json_is_a_schema_or_a_typed_error(schema):
+    """Whatever stands behind a keyword: converted, loosened or `InvalidGrammar`."""
+    for loosen in (False, True):
+        with contextlib.suppress(InvalidGrammar):
+            canonical_schema(schema, loosen=loosen)
+
+
+def nested(kinds, depth):
+    """Objects within objects, each of several types."""
+    schema = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": kinds, "properties": {"a": schema}, "additionalProperties": False}
+    return schema
+
+
+def ladder(n):
+    """References to alternatives of references, twice a rung."""
+    rungs = {f"A{i}": {"oneOf": [{"$ref": f"#/$defs/A{i + 1}"}] * 2} for i in range(n)}
+    return {"$defs": {**rungs, f"A{n}": {"type": "null"}}, "$ref": "#/$defs/A0"}
+
+
+OWN = {"oneOf": [{"$ref": "#/$defs/A"}, {"type": "null"}]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        nested(["object", "array", "string"], 40),
+        nested(["object", "object"], 60),
+        nested([["object"], "null"], 3),
+        ladder(16),
+        ladder(2000),
+        {"$defs": {"A": OWN}, "$ref": "#/$defs/A"},
+        {"$defs": {"A": {"oneOf": [{"$ref": "#/$defs/B"}, {"type": "null"}]}, "B": OWN}, "$ref": "#/$defs/A"},
+    ],
+)
+def test_small_schemas_that_grow_end_soon(schema):
+    """A kilobyte that means millions of schemas costs a bounded number of steps."""
+    for loosen in (False, True):
+        n_steps = 0
+
+        def count(frame, event, arg):
+            nonlocal n_steps
+            n_steps += event == "call"
+
+        sys.setprofile(count)
+        try:
+            with contextlib.suppress(InvalidGrammar):
+                canonical_schema(schema, loosen=loosen)
+        finally:
+            sys.setprofile(None)
+        assert n_steps < 2_000_000

@@ -279,3 +279,45 @@ def test_unknown_parsers_are_refused():
     for text in ("", "{", "[]", json.dumps({"format": 99}), json.dumps({"format": 0, "arena": "{"})):
         with pytest.raises(NativeError):
             llama.ChatParser(text)
+
+
+ENDLESS = {
+    "blocks": "{% if true %}" * 40_000 + "{% endif %}" * 40_000,
+    "loops": "{% for a in [1] %}" * 20_000 + "{% endfor %}" * 20_000,
+    "alternatives": "{% if a %}" + "{% elif a %}" * 80_000 + "{% endif %}",
+    "negations": "{{ " + "not " * 200_000 + "x }}",
+    "signs": "{{ " + "-" * 500_000 + "1 }}",
+    "conditions": "{{ " + "1 if a else " * 80_000 + "2 }}",
+    "sums": "{{ " + "1 + " * 200_000 + "1 }}",
+    "filters": "{{ 'a'" + "|trim" * 150_000 + " }}",
+    "attributes": "{{ a" + ".b" * 300_000 + " }}",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_templates_that_would_use_up_the_stack(name):
+    """Refused before llama-common's interpreter sees them."""
+    with pytest.raises(InvalidContent, match=r"too long|nested|more than"):
+        llama.ChatTemplates.of_text(ENDLESS[name])
+
+
+def test_templates_at_the_limits_run():
+    """What is just allowed fits onto the stack of a thread."""
+    for text in (
+        "{{ " + "1 + " * 1000 + "1 }}",
+        "{{ " + "not " * 1000 + "x }}",
+        "{{ " + "-" * 4000 + "1 }}",
+        "{% if true %}" * 128 + "x" + "{% endif %}" * 128,
+        "{% if a %}" + "{% elif a %}" * 1000 + "{% endif %}x",
+        '{{ "' + "{% if %}" * 10_000 + '" }}',
+    ):
+        found = []
+
+        def render(text=text, found=found):
+            with llama.ChatTemplates.of_text(text) as templates:
+                found.append(templates.apply({"messages": [USER]}).prompt)
+
+        thread = threading.Thread(target=render)
+        thread.start()
+        thread.join()
+        assert found[0]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from erllama.backend import Guide, ThinkingSpan
 from erllama.errors import (
     DecodeFailed,
     HandleClosed,
@@ -268,6 +269,10 @@ def test_which_chains_leave_most_of_the_vocabulary_out(
     assert ways(temperature=0.0, logit_bias={1: 2.0}, seed=3, grammar_first=True) == (True, 0)
     assert ways(top_k=7, min_p=0.0, top_p=0.5) == (False, 7)
     assert ways(top_k=7, repetition_penalty=1.1, penalty_last_n=0) == (False, 7)
+    assert ways(top_k=7, guide=Guide(prefill=(5, 6), visible={3: b"x"})) == (False, 7)
+    span = ThinkingSpan(start=(5,), ends=((6,),), forced=(6,), budget=3)
+    assert ways(top_k=7, guide=Guide(thinking=span)) == (False, 0)
+    assert ways(grammar=DIGITS, guide=Guide(lazy=True, trigger_tokens=(5,))) == (False, 0)
     for params in ({"repetition_penalty": 1.1}, {"grammar": DIGITS}, {"temperature": 0.0, "grammar": DIGITS}):
         assert ways(**params) == (False, 0)
     for unheard_of, expected in ((0, 40), (1, 0)):

@@ -132,7 +132,7 @@ async def test_an_answer_cut_short_makes_up_no_call():
 
 async def test_what_cannot_be_read_is_content():
     """A malformed call is plain text; the model, the process and the next request live."""
-    says = '<tool_call>\n{"name": "get_weather", "arguments": {"city": }\n</tool_call>'
+    says = '<tool_call>\n{"name": get_weather, "arguments": {"city": }\n</tool_call>'
     async with loaded(ScriptedChat(says=says)) as model:
         answer = await model.chat([USER], tools=TOOLS)
         assert answer.message.tool_calls == ()
@@ -542,3 +542,56 @@ async def test_a_schema_for_raw_prompts():
         with pytest.raises(InvalidGrammar, match="uniqueItems"):
             await model.complete("p", json_schema={"type": "array", "uniqueItems": True})
     assert "char*" in backend.params[0].grammar
+
+
+@pytest.mark.parametrize("stop", ["}", "Oslo", '"arguments"'])
+async def test_a_stop_string_within_a_call_cuts_the_answer(stop):
+    """What came before it is the answer; the call's text is no content, and half a call is none."""
+    async with loaded(ScriptedChat(says=f"Let me see.\n{CALL}")) as model:
+        events = await chat_events(model, tools=TOOLS, stop=[stop])
+    done = events[-1].completion
+    assert done.stop_sequence == stop
+    assert done.message.content.strip() == "Let me see."
+    assert done.message.tool_calls == ()
+    assert "".join(event.text for event in events if isinstance(event, Token)) == done.message.content
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": [{"type": "text", "text": 5}]},
+        {"role": "user", "content": [{"type": "text", "text": None}]},
+        {"role": "user", "content": [{"type": "text", "text": "a", 1: 2, "b": 3}]},
+        {"role": "user", "content": [5]},
+        5,
+    ],
+)
+async def test_messages_of_odd_shapes_are_refused(message):
+    """C3: `InvalidContent` before anything is looked at more closely."""
+    async with loaded(ScriptedChat()) as model:
+        with pytest.raises(InvalidContent, match=r"messages\[0\]"):
+            await model.chat([message])
+
+
+async def test_a_grammar_does_not_hold_within_thinking():
+    """It would from the first token, so nothing is thought; a template that always begins so is refused."""
+    backend = ScriptedChat(says="12")
+    async with loaded(backend) as model:
+        answer = await model.chat([USER], grammar="root ::= digits", thinking_budget_tokens=5)
+    assert answer.reply == "12"
+    assert answer.message.reasoning_content is None
+    assert backend.params[0].guide.thinking is None
+    async with loaded(ScriptedChat(template="Apriel-1.6-15b-Thinker-fixed")) as model:
+        with pytest.raises(InvalidOption, match="thinking"):
+            await model.chat([USER], grammar="root ::= digits")
+
+
+async def test_an_empty_grammar_is_not_passed_over():
+    """It is refused, as it is by `complete`, or reaches the sampler; the answer is not free."""
+    backend = ScriptedChat(says="12")
+    async with loaded(backend) as model:
+        try:
+            await model.chat([USER], grammar="")
+        except (InvalidOption, InvalidGrammar):
+            return
+    assert backend.params[0].grammar == ""
