@@ -58,6 +58,11 @@ class EventBuffer:
         return len(self._events) + EVENTS_PER_STEP <= self._capacity
 
     @property
+    def n_steps(self) -> int:
+        """How many steps may deliver whatever they have, if nothing is read meanwhile."""
+        return (self._capacity - len(self._events)) // EVENTS_PER_STEP
+
+    @property
     def is_lagging(self) -> bool:
         """Whether it was full and is not half empty yet."""
         return self._lagging_since is not None
