@@ -29,25 +29,27 @@ class LlamaSampler:
         self.chain.close()
 
 
-def sample_rows(
-    context: llama.Context, rows: Sequence[Row], outputs: Sequence[int]
-) -> tuple[Sampled | ErllamaError | None, ...]:
-    """A token for each row that carries a sampler, out of its output of the last decode.
+def decode_rows(
+    context: llama.Context, batch: llama.Batch, rows: Sequence[Row], outputs: Sequence[int]
+) -> tuple[llama.DecodedRows, tuple[Sampled | ErllamaError | None, ...]]:
+    """Decode `batch`; if that went well, also a token for each row that carries a sampler, out of its output.
 
     An error concerns one request, its grammar or its memory; its neighbours go on.
     """
     asked = [(i, row.sampler) for i, row in enumerate(rows) if row.sampler is not None]
     samplers = cast("list[LlamaSampler]", [sampler for _, sampler in asked])
-    tokens = llama.sample_rows(context, [s.chain for s in samplers], [outputs[i] for i, _ in asked])
+    decoded = llama.decode_rows(context, batch, [s.chain for s in samplers], [outputs[i] for i, _ in asked])
+    if decoded.rc != 0:
+        return decoded, ()
     found: list[Sampled | ErllamaError | None] = [None] * len(rows)
-    for (i, _), sampler, token in zip(asked, samplers, tokens, strict=True):
+    for (i, _), sampler, token in zip(asked, samplers, decoded.outcomes, strict=True):
         if isinstance(token, ErllamaError):
             found[i] = token
         elif sampler.n_alternatives is None:
             found[i] = Sampled(token=token)
         else:
             found[i] = _with_logprob(context, outputs[i], token, sampler.n_alternatives)
-    return tuple(found)
+    return decoded, tuple(found)
 
 
 def _with_logprob(context: llama.Context, output: int, token: int, n_top: int) -> Sampled | ErllamaError:
