@@ -568,10 +568,14 @@ class Actor:
         now = trio.current_time()
         for share, sampled in zip(shares, result.sampled, strict=True):
             seq = self._lanes.running[share.slot]
-            seq.computed(seq.n_kv + share.n, now)
+            seq.computed(share.n, now)
             if self._saver is not None and seq.options.cache == "on":
                 self._saver.plan_blocks(seq)
-            if not share.sampled or (seq.cancelled and not followed):
+            if followed:
+                assert isinstance(sampled, Sampled)
+                self._accept(seq, sampled, now, is_eog=False)
+                continue
+            if seq.cancelled or not share.sampled:
                 continue
             if not seq.purpose.samples:
                 self._finish(seq, "stop")
@@ -581,14 +585,13 @@ class Actor:
             if isinstance(sampled, ErllamaError):
                 self._lanes.release(seq.fail(sampled))
                 continue
-            self._accept(seq, sampled, now)
+            self._accept(seq, sampled, now, is_eog=self._is_eog(sampled.token))
         for seq in self._lanes.running.values():
             if not seq.cancelled:  # a cancelled one did not take its token
                 seq.check()
 
-    def _accept(self, seq: Sequence, sampled: Sampled, now: float) -> None:
-        token = sampled.token
-        reason = seq.accept(sampled, piece=self._piece(token), is_eog=self._is_eog(token), now=now)
+    def _accept(self, seq: Sequence, sampled: Sampled, now: float, *, is_eog: bool) -> None:
+        reason = seq.accept(sampled, piece=self._piece(sampled.token), is_eog=is_eog, now=now)
         if reason is not None:
             self._finish(seq, reason)
 

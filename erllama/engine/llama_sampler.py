@@ -36,20 +36,25 @@ def decode_rows(
 
     An error concerns one request, its grammar or its memory; its neighbours go on.
     """
-    asked = [(i, row.sampler) for i, row in enumerate(rows) if row.sampler is not None]
-    samplers = cast("list[LlamaSampler]", [sampler for _, sampler in asked])
-    decoded = llama.decode_rows(context, batch, [s.chain for s in samplers], [outputs[i] for i, _ in asked])
+    samplers = cast("list[LlamaSampler]", [row.sampler for row in rows if row.sampler is not None])
+    asked = outputs
+    if len(samplers) < len(rows):
+        asked = [output for row, output in zip(rows, outputs, strict=True) if row.sampler is not None]
+    decoded = llama.decode_rows(context, batch, [sampler.chain for sampler in samplers], asked)
     if decoded.rc != 0:
         return decoded, ()
-    found: list[Sampled | ErllamaError | None] = [None] * len(rows)
-    for (i, _), sampler, token in zip(asked, samplers, decoded.outcomes, strict=True):
+    found: list[Sampled | ErllamaError | None] = []
+    for sampler, output, token in zip(samplers, asked, decoded.outcomes, strict=True):
         if isinstance(token, ErllamaError):
-            found[i] = token
+            found.append(token)
         elif sampler.n_alternatives is None:
-            found[i] = Sampled(token=token)
+            found.append(Sampled(token=token))
         else:
-            found[i] = _with_logprob(context, outputs[i], token, sampler.n_alternatives)
-    return decoded, tuple(found)
+            found.append(_with_logprob(context, output, token, sampler.n_alternatives))
+    if len(found) == len(rows):
+        return decoded, tuple(found)
+    of_asked = iter(found)
+    return decoded, tuple([None if row.sampler is None else next(of_asked) for row in rows])
 
 
 def _with_logprob(context: llama.Context, output: int, token: int, n_top: int) -> Sampled | ErllamaError:

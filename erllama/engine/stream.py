@@ -80,7 +80,8 @@ class EventBuffer:
         self._events.extend(events)
         if self._lagging_since is None and len(self._events) + EVENTS_PER_STEP > self._capacity:
             self._lagging_since = self._last_read = trio.current_time()
-        self._wake_reader()
+        if self._n_parked:
+            self._wakeup.unpark_all()
 
     def end(self, error: BaseException | None = None) -> None:
         """No more events; after the delivered ones the reader gets `error`, or the end."""

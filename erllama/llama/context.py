@@ -83,6 +83,9 @@ class Context:
             "struct el_batch_limits *", (self.n_batch, self.n_outputs_max, self.n_seq_max, self.n_vocab)
         )
         self._fault = lib.ffi.new("struct el_batch_fault *")
+        self.times: Any = lib.ffi.new(
+            "struct el_step_times *"
+        )  # for `decode_rows`, while it holds the handle
         self._adapters: set[Owned] = set()
         self.memory_kind = MemoryKind.NONE  # until `open` has looked
 
@@ -246,10 +249,13 @@ class Context:
         """Which of these rows of the last decode have logits; of `batch`: will have, once it is decoded."""
         if self._memory is None:
             return [False] * len(rows)
-        marks: Any = self._output_rows if batch is None else batch.native.logits
-        n = len(self._output_rows) if batch is None else batch.n_tokens
-        needs_all = batch is not None and self._needs_all
-        return [0 <= i < n and (needs_all or marks[i] != 0) for i in rows]
+        if batch is None:
+            marks: Any = self._output_rows
+            n = len(marks)
+        else:
+            n = batch.n_tokens
+            marks = b"\1" * n if self._needs_all else batch.native.logits
+        return [0 <= i < n and marks[i] != 0 for i in rows]
 
     def need_logits(self, i: int) -> None:
         """Raises: `NoLogits` if row `i` of the last decode has no logits."""

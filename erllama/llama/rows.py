@@ -54,7 +54,7 @@ def decode_rows(
     Who closes one of the chains meanwhile waits for the call. Raises: as `Context.decode`.
     """
     lib = context.lib
-    times = lib.ffi.new("struct el_step_times *")
+    times = context.times
     with Several([chain.handle for chain in chains]) as ptrs, context.handle:
         asked, refusals = _asked(context, chains, rows, context.with_logits(rows, batch), ptrs)
         rc = context.decode_with(lib.decode_rows, batch, asked, len(asked), times)
