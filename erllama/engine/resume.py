@@ -21,6 +21,7 @@ from erllama.errors import ErllamaError
 from erllama.kvcache.key import Prompt
 from erllama.kvcache.kinds import PartKind
 
+from .bare import bare_errors
 from .cold import cold_piece
 from .restore_plan import Piece, RestorePlan, StoredNode, plan_restore
 from .spelling import Spelling
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from .sequence import Sequence
 
     WaitForASave = Callable[[], Awaitable[None]]
+    Loaded = tuple[Piece, memoryview | None]
 
 log = logging.getLogger("erllama.engine")
 SAVE_PATIENCE_S = 2.0  # for one save of what holds the cells that are wanted
@@ -195,20 +197,44 @@ class _Restore:
         return free is None or free >= n_cells
 
     async def _base(self) -> bool:
+        """Block after block; the next one is read while one is imported, by another thread."""
+        send: trio.MemorySendChannel[Loaded]
+        receive: trio.MemoryReceiveChannel[Loaded]
+        send, receive = trio.open_memory_channel(0)
+        with bare_errors():
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._read_ahead, send)
+                async with receive:
+                    done = await self._import_as_read(receive)
+                nursery.cancel_scope.cancel()
+        return done
+
+    async def _read_ahead(self, send: trio.MemorySendChannel[Loaded]) -> None:
+        async with send:
+            for piece in self._plan.base:
+                if not _still_wants(self._seq, self._stay):
+                    return
+                data = await self._lease.load(piece.index)
+                with ExitStack() as held:
+                    if data is not None:
+                        held.enter_context(data)  # nobody may look at a buffer that is given back
+                    await send.send((piece, data))
+                    held.pop_all()  # the receiver's now
+
+    async def _import_as_read(self, receive: trio.MemoryReceiveChannel[Loaded]) -> bool:
         still_used = {piece.index for piece in self._plan.small}
-        for piece in self._plan.base:
-            if not _still_wants(self._seq, self._stay):
-                return False
-            data = await self._lease.load(piece.index)
+        n_left = len(self._plan.base)
+        async for piece, data in receive:
             if data is None:
                 self.found_damage = True
                 return False
-            with data:  # nobody may look at a buffer that is given back
+            with data:
                 if not await self._block(piece, data):
                     return False
             if piece.index not in still_used:
                 self._lease.release(piece.index)
-        return True
+            n_left -= 1
+        return n_left == 0
 
     async def _block(self, piece: Piece, data: memoryview) -> bool:
         if not _still_wants(self._seq, self._stay):
