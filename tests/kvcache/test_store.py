@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import trio
+import trio.testing
 
 from erllama.errors import InvalidConfig, InvalidOption, UnknownOption
 from erllama.kvcache.files import Files
 from erllama.kvcache.key import Identity, Prompt
 from erllama.kvcache.kinds import PartKind, Provenance, Refusal, SaveReason
+from erllama.kvcache.loader import N_READY
 from erllama.kvcache.policy import SavePolicy
+from erllama.kvcache.runner import InlineRunner
 from erllama.kvcache.store import open_store
 from erllama.kvcache.tiers import DiskTier, RamFileTier, RamTier
 
@@ -54,6 +57,7 @@ async def test_files_survive_a_restart(tmp_path: pathlib.Path, kind: type) -> No
                 saved = await b.save_path(CHAT, tier="kv")
                 assert all([await s.wait_durable() for s in saved])
             else:
+                await trio.testing.wait_all_tasks_blocked()
                 before = store.statistics().arena.used_bytes
                 for n_reads, n_copies in ((1, 0), (2, 4), (2, 4)):
                     assert await b.read(CHAT) == 14
@@ -63,6 +67,25 @@ async def test_files_survive_a_restart(tmp_path: pathlib.Path, kind: type) -> No
                     assert held >= n_copies * PART_BYTES
                     assert n_copies or not held, "the first time it only passes through"
             await b.settle()
+
+
+async def test_buffers_for_the_first_reads_after_a_restart_are_ready(tmp_path: pathlib.Path) -> None:
+    """D8: before anybody asks, three buffers of the files' size were touched; a first read makes none."""
+    async with bench(tmp_path) as b:
+        await b.save_path(CHAT, tier="kv")
+        await b.settle()
+    async with open_store(tiers=[DiskTier("kv", str(tmp_path))], run=InlineRunner()) as store:
+        await trio.testing.wait_all_tasks_blocked()
+        ready = store.statistics().arena
+        assert (ready.made, ready.idle_bytes > 0, ready.lost) == (N_READY, True, 0)
+        match = await store.find(IDENTITY, Prompt.of(CHAT))
+        with store.lease(match) as lease:
+            for index in range(len(lease.nodes)):
+                data = await lease.load(index)
+                assert data is not None
+                data.release()
+                lease.release(index)
+        assert store.statistics().arena.made == N_READY
 
 
 async def test_a_shared_prefix_is_stored_once(tmp_path: pathlib.Path) -> None:
