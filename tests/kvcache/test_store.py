@@ -51,7 +51,7 @@ async def test_save_and_load_in_ram() -> None:
 async def test_files_survive_a_restart(tmp_path: pathlib.Path, kind: type) -> None:
     """K4, P4: a new process finds everything; reads go straight into pooled buffers."""
     for turn in range(2):
-        async with open_store(tiers=[kind("kv", str(tmp_path))]) as store:
+        async with open_store(tiers=[kind("kv", str(tmp_path))], run=InlineRunner()) as store:
             b = Bench(store, Clock())
             if turn == 0:
                 saved = await b.save_path(CHAT, tier="kv")
