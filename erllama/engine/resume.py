@@ -12,7 +12,9 @@ a second time, and the next best place is tried.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from contextlib import ExitStack
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import trio
@@ -28,7 +30,7 @@ from .spelling import Spelling
 from .state import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterable
 
     from erllama.backend import BackendFacts, Layout
     from erllama.kvcache.match import Lease, Match
@@ -39,10 +41,10 @@ if TYPE_CHECKING:
     from .sequence import Sequence
 
     WaitForASave = Callable[[], Awaitable[None]]
-    Loaded = tuple[Piece, memoryview | None]
 
 log = logging.getLogger("erllama.engine")
 SAVE_PATIENCE_S = 2.0  # for one save of what holds the cells that are wanted
+READ_AHEAD = 3  # blocks: one that is imported, two that are read meanwhile
 MAX_TRIES = 8  # each finds less than the one before
 
 
@@ -197,44 +199,36 @@ class _Restore:
         return free is None or free >= n_cells
 
     async def _base(self) -> bool:
-        """Block after block; the next one is read while one is imported, by another thread."""
-        send: trio.MemorySendChannel[Loaded]
-        receive: trio.MemoryReceiveChannel[Loaded]
-        send, receive = trio.open_memory_channel(0)
-        with bare_errors():
+        """Block after block; the next ones are read by other threads while one is imported."""
+        ahead: deque[_Reading] = deque()
+        with bare_errors(), ExitStack() as held:
+            held.callback(_let_go, ahead)
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._read_ahead, send)
-                async with receive:
-                    done = await self._import_as_read(receive)
+                done = await self._import_in_order(nursery, ahead)
                 nursery.cancel_scope.cancel()
         return done
 
-    async def _read_ahead(self, send: trio.MemorySendChannel[Loaded]) -> None:
-        async with send:
-            for piece in self._plan.base:
-                if not _still_wants(self._seq, self._stay):
-                    return
-                data = await self._lease.load(piece.index)
-                with ExitStack() as held:
-                    if data is not None:
-                        held.enter_context(data)  # nobody may look at a buffer that is given back
-                    await send.send((piece, data))
-                    held.pop_all()  # the receiver's now
-
-    async def _import_as_read(self, receive: trio.MemoryReceiveChannel[Loaded]) -> bool:
+    async def _import_in_order(self, nursery: trio.Nursery, ahead: deque[_Reading]) -> bool:
         still_used = {piece.index for piece in self._plan.small}
-        n_left = len(self._plan.base)
-        async for piece, data in receive:
+        todo = iter(self._plan.base)
+        while _still_wants(self._seq, self._stay):
+            for piece in islice(todo, READ_AHEAD - len(ahead)):
+                ahead.append(_Reading(piece))
+                nursery.start_soon(ahead[-1].run, self._lease)
+            if not ahead:
+                return True
+            await ahead[0].done.wait()
+            piece, data = ahead[0].piece, ahead[0].data
             if data is None:
                 self.found_damage = True
                 return False
-            with data:
+            with data:  # nobody may look at a buffer that is given back
                 if not await self._block(piece, data):
                     return False
+            ahead.popleft()
             if piece.index not in still_used:
                 self._lease.release(piece.index)
-            n_left -= 1
-        return n_left == 0
+        return False
 
     async def _block(self, piece: Piece, data: memoryview) -> bool:
         if not _still_wants(self._seq, self._stay):
@@ -324,6 +318,26 @@ class _Restore:
         """Let go of what arrived: the slot is at no legal place."""
         if _is_in_slot(self._seq, self._stay):
             self._lanes.cut_back(self._seq, 0 if self._layout.state else self._seq.n_kv)
+
+
+class _Reading:
+    """A block on its way from the store; `data` is None if it is not to be had, or not there yet."""
+
+    def __init__(self, piece: Piece) -> None:
+        self.piece = piece
+        self.data: memoryview | None = None
+        self.done = trio.Event()
+
+    async def run(self, lease: Lease) -> None:
+        """Read it. Cancellation: leaves nothing behind."""
+        self.data = await lease.load(self.piece.index)
+        self.done.set()
+
+
+def _let_go(readings: Iterable[_Reading]) -> None:
+    for reading in readings:
+        if reading.data is not None:
+            reading.data.release()
 
 
 def _note_reach(seq: Sequence, match: Match) -> None:

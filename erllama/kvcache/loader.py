@@ -2,10 +2,11 @@
 
 Whatever goes wrong is a miss: the caller gets None, the part is forgotten and its file quarantined.
 
-What is read from a file for the first time passes through a buffer that the next block uses again; read
-a second time, or by two at once, it stays in RAM as a copy. Copies of everything would need as much memory
-that this process never touched, and the system hands that out more slowly (0.4 GB/s) than files are read
-(4 GB/s). For the same reason a few buffers are touched before anybody asks (`make_ready`).
+What is read from a file for the first time passes through a buffer that the next block uses again. Read
+a second time, it stays in RAM as a copy, if another used buffer is there to go on with: memory that this
+process never touched is handed out by the system more slowly (0.4 GB/s) than files are read (2 to 4 GB/s).
+So buffers are touched before anybody waits for them: a few at the start, and one for each copy that could
+not be kept (`run`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 N_REMEMBERED: Final = 4096  # parts read lately: a million tokens in blocks of 256
-N_READY: Final = 3  # buffers of each size: one is read into, one imported from, one on its way back
+N_READY: Final = 4  # buffers of each size: one imported from, two read into, one on its way back
 READY_BYTES: Final = 64 << 20  # in all, at most
 
 
@@ -64,28 +65,41 @@ class Loader:
         self._run, self._counters = run, counters
         self._flights: dict[PartId, _Flight] = {}
         self._read_lately: OrderedDict[PartId, None] = OrderedDict()
+        self._wanted = Counter[int]()  # buffers to touch, by size
+        self._wants_more = trio.Event()
 
     @property
     def n_in_flight(self) -> int:
         """Reads going on."""
         return len(self._flights)
 
-    async def make_ready(self) -> None:
-        """Touch buffers of the sizes that stored files have, so that the first reads find used memory.
+    async def run(self) -> None:
+        """Touch buffers until cancelled: a few of the sizes that stored files have, then what is wanted."""
+        left = min(READY_BYTES, self._catalog.arena.max_bytes // 8)
+        for size in await self._run(_file_sizes, self._catalog.tree.parts.columns()):
+            if size * N_READY <= left:
+                left -= size * N_READY
+                await self._make_ready(size, N_READY)
+        while True:
+            await self._wants_more.wait()
+            self._wants_more = trio.Event()
+            for size, n in Counter(self._wanted).items():
+                self._wanted.subtract({size: n})
+                await self._make_ready(size, n)
 
-        Cancellation: leaves nothing behind.
-        """
-        arena = self._catalog.arena
-        left = min(READY_BYTES, arena.max_bytes // 8)
+    async def _make_ready(self, size: int, n: int) -> None:
+        """More idle buffers that were used before, if the budget has room for them."""
         with contextlib.ExitStack() as held:
-            for size in await self._run(_file_sizes, self._catalog.tree.parts.columns()):
-                for _ in range(N_READY):
-                    left -= size
-                    buffer = arena.try_take(size) if left >= 0 else None
-                    if buffer is None:
-                        return
-                    held.callback(buffer.release)
-                    await self._run(_touch, buffer.view)
+            for _ in range(n):
+                buffer = self._catalog.arena.try_take(size, fresh=True)
+                if buffer is None:
+                    return
+                held.callback(buffer.release)
+                await self._run(_touch, buffer.view)
+
+    def _want(self, n_bytes: int) -> None:
+        self._wanted[class_bytes(n_bytes)] += 1
+        self._wants_more.set()
 
     async def load(self, ref: PartId, same: Callable[[NodeMeta], bool]) -> Buffer | None:
         """The part's payload in a buffer retained for the caller, who releases it; None is a miss.
@@ -136,8 +150,7 @@ class Loader:
             part = catalog.part_of(ref)  # it may have been dropped while it was read
             if copy is None or not part:
                 return None
-            again = self._was_read_lately(ref)
-            if part not in catalog.ram and (again or flight.n_waiting):
+            if part not in catalog.ram and (flight.n_waiting or self._is_worth_keeping(ref, buffer)):
                 catalog.keep_copy(part, copy)
                 kept = True
                 self._room.fit()
@@ -145,6 +158,14 @@ class Loader:
         finally:
             if not kept:
                 buffer.release()
+
+    def _is_worth_keeping(self, ref: PartId, buffer: Buffer) -> bool:
+        if not self._was_read_lately(ref):
+            return False
+        if self._catalog.arena.is_warm(buffer.n_bytes):
+            return True
+        self._want(buffer.n_bytes)
+        return False
 
     def _was_read_lately(self, ref: PartId) -> bool:
         """Whether this is not the first time; it is remembered from now on."""
