@@ -25,7 +25,7 @@ from .cold_probe import ColdProbe
 from .fingerprint import file_sha256, model_files, shape_hash
 from .governor import ThreadGovernor
 from .llama_parts import FORMAT, PartMover, layout_of, why_no_layout
-from .llama_sampler import LlamaSampler, sample_rows
+from .llama_sampler import LlamaSampler, decode_rows
 from .memory_check import MemoryCheck
 from .native_params import N_SCRATCH, native_params, sampling_defaults, warn_of_what_will_disappoint
 from .permit import PROCESS_PERMIT
@@ -262,19 +262,16 @@ class LlamaBackend:
             if not granted:
                 return StepResult(status=StepStatus.ABORTED)
             context.abort.arm_next(step.budget_s)
-            began, cpu_began = time.perf_counter(), time.process_time()
-            rc = context.decode(batch)
-            computed = time.perf_counter()
+            decoded, sampled = decode_rows(context, batch, step.rows, outputs)
             if not step.exact:
-                self._govern(context, computed - began, time.process_time() - cpu_began)
-        if rc != 0:
-            return StepResult(status=_status(rc, context.abort.cause), rc=rc, compute_s=computed - began)
-        sampled = sample_rows(context, step.rows, outputs)
+                self._govern(context, decoded.compute_s, decoded.cpu_s)
+        rc = decoded.rc
         return StepResult(
-            status=StepStatus.OK,
+            status=StepStatus.OK if rc == 0 else _status(rc, context.abort.cause),
             sampled=sampled,
-            compute_s=computed - began,
-            sample_s=time.perf_counter() - computed,
+            rc=rc,
+            compute_s=decoded.compute_s,
+            sample_s=decoded.sample_s,
         )
 
     def _fill(self, batch: llama.Batch, rows: Sequence[Row]) -> Sequence[int]:

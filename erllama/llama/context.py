@@ -32,7 +32,7 @@ from .probe import find_memory_kind
 from .sizing import MemoryUse, check_fits, memory_use
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from .adapter import Adapter
     from .batch import Batch
@@ -83,6 +83,9 @@ class Context:
             "struct el_batch_limits *", (self.n_batch, self.n_outputs_max, self.n_seq_max, self.n_vocab)
         )
         self._fault = lib.ffi.new("struct el_batch_fault *")
+        self.times: Any = lib.ffi.new(
+            "struct el_step_times *"
+        )  # for `decode_rows`, while it holds the handle
         self._adapters: set[Owned] = set()
         self.memory_kind = MemoryKind.NONE  # until `open` has looked
 
@@ -156,14 +159,16 @@ class Context:
         fatal, the context must go.
         Raises: `InvalidBatch` before anything happened, `NativeError`, `HandleClosed`.
         """
+        return self.decode_with(self.lib.decode_checked, batch)
+
+    def decode_with(self, call: Callable[..., int], batch: Batch, *more: Any) -> int:
+        """`decode` through another native call that takes what `decode_checked` does, and `more`."""
         with self.handle as ptr:
             self._check_rows(batch)
             self._output_rows = b""
             fault, seconds = self._fault, self.abort.take_next()
-            rc = int(
-                self.lib.decode_checked(
-                    ptr, batch.native, self._limits, self._memory_ptr, fault, self.abort.fields, seconds
-                )
+            rc: int = call(
+                ptr, batch.native, self._limits, self._memory_ptr, fault, self.abort.fields, seconds, *more
             )
             if rc != 0 and fault.code:
                 raise self._refusal()
@@ -240,10 +245,17 @@ class Context:
             n = self._n_scores if self.lib.pooling_type(ptr) == rank else self.model.facts.n_embd_out
             return self._floats(self.lib.get_embeddings_seq(ptr, seq_id), n)
 
-    def with_logits(self, rows: Sequence[int]) -> list[bool]:
-        """Which of these rows of the last decode have logits."""
-        marks = self._output_rows if self._memory is not None else b""
-        return [0 <= i < len(marks) and marks[i] != 0 for i in rows]
+    def with_logits(self, rows: Sequence[int], batch: Batch | None = None) -> list[bool]:
+        """Which of these rows of the last decode have logits; of `batch`: will have, once it is decoded."""
+        if self._memory is None:
+            return [False] * len(rows)
+        if batch is None:
+            marks: Any = self._output_rows
+            n = len(marks)
+        else:
+            n = batch.n_tokens
+            marks = b"\1" * n if self._needs_all else batch.native.logits
+        return [0 <= i < n and marks[i] != 0 for i in rows]
 
     def need_logits(self, i: int) -> None:
         """Raises: `NoLogits` if row `i` of the last decode has no logits."""
