@@ -21,7 +21,7 @@ from erllama.kvcache.key import control_piece
 from erllama.llama.variant import cache_dir
 
 from .cold import cold_piece
-from .cold_probe import ColdProbe
+from .cold_probe import TRIAL, ColdProbe
 from .fingerprint import file_sha256, model_files, shape_hash
 from .governor import ThreadGovernor
 from .llama_parts import FORMAT, PartMover, layout_of, why_no_layout
@@ -179,8 +179,10 @@ class LlamaBackend:
         with self._permit.held(self._params.n_threads) as granted:
             if not granted:
                 raise LoadCancelled(f"{self._path}: given up while another model was computing")
+            if self._parts is not None:
+                self._parts.exact = True
             probe = ColdProbe(context, batch, piece, context.n_ctx_seq, self._parts, self._layout)
-            return probe.failure(cache_dir() / "cold-probes" / self._compute_hash.hex())
+            return probe.failure(cache_dir() / "cold-probes" / f"{self._compute_hash.hex()}-{TRIAL}")
 
     def rebuild(self) -> None:
         """A fresh context on the same weights."""
