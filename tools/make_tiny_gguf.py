@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gguf import GGUFWriter
-from tiny_vocab import N_VOCAB, Vocab, bpe_vocab, spm_vocab
+from tiny_vocab import N_VOCAB, Vocab, bpe_vocab, spm_vocab, wpm_vocab
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -239,6 +239,27 @@ def embedding() -> Tiny:
     return tiny
 
 
+def bert() -> Tiny:
+    """A bidirectional encoder with learned positions, WordPiece and the first token's vector."""
+    n_ctx = 128
+    tiny = _new(
+        "bert", 12, vocab=wpm_vocab(), context_length=n_ctx, attention__layer_norm_epsilon=1e-5,
+        attention__causal=False, pooling_type=2, attention__head_count_kv=N_HEAD,
+    )  # fmt: skip
+    tiny.weight("token_embd", N_EMBD, N_VOCAB, gain=np.sqrt(N_EMBD))
+    tiny.weight("position_embd", N_EMBD, n_ctx, gain=np.sqrt(N_EMBD))
+    tiny.weight("token_types", N_EMBD, 2)
+    _norm_with_bias(tiny, "token_embd_norm")
+    for il in range(N_LAYER):
+        block = f"blk.{il}"
+        tiny.attention(block, n_kv=N_HEAD)
+        _norm_with_bias(tiny, f"{block}.attn_output_norm")
+        tiny.weight(f"{block}.ffn_up", N_EMBD, N_FF)
+        tiny.weight(f"{block}.ffn_down", N_FF, N_EMBD)
+        _norm_with_bias(tiny, f"{block}.layer_output_norm")
+    return tiny
+
+
 def _norm_with_bias(tiny: Tiny, name: str) -> None:
     tiny.norm(name)
     tiny.constant(f"{name}.bias", N_EMBD, 0.0)
@@ -290,6 +311,7 @@ KINDS: dict[str, Callable[[], Tiny]] = {
         hybrid,
         hybrid_window,
         embedding,
+        bert,
         encdec,
         diffusion,
         unknown_arch,

@@ -13,12 +13,13 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 import erllama
 from erllama.errors import InvalidOption, NotSupported
 
-from .body import check_count
 from .duration import seconds_of
 from .ollama_ask import chat_ask, generate_ask
 from .ollama_body import EmbedBody, GenerateBody, OllamaChatBody, OllamaEmbeddingsBody, ShowBody
+from .ollama_embeddings import ollama_embed, ollama_embeddings
 from .ollama_reply import OllamaReply
 from .pool import Entry
+from .presence import while_present
 from .registry import Spec
 from .reply import AnswerReply
 from .service import session_of
@@ -55,19 +56,14 @@ def ollama_routes(service: Service) -> APIRouter:
         return AnswerReply(service.generator, ask, reply, stream=body.stream is not False)
 
     @router.post("/api/embed")
-    async def embed(body: EmbedBody) -> Response:
-        """Not supported yet."""
-        check_count(
-            "input", body.input if isinstance(body.input, list) else None, limits.max_embedding_inputs
-        )
-        service.spec(body.model)
-        raise NotSupported("embeddings are not supported yet")
+    async def embed(body: EmbedBody, request: Request) -> Response:
+        """Vectors of texts."""
+        return await while_present(request, lambda: ollama_embed(service, body)) or Response()
 
     @router.post("/api/embeddings")
-    async def embeddings(body: OllamaEmbeddingsBody) -> Response:
-        """Not supported yet."""
-        service.spec(body.model)
-        raise NotSupported("embeddings are not supported yet")
+    async def embeddings(body: OllamaEmbeddingsBody, request: Request) -> Response:
+        """The vector of one text."""
+        return await while_present(request, lambda: ollama_embeddings(service, body)) or Response()
 
     @router.get("/api/tags")
     async def tags() -> JSONResponse:
@@ -175,6 +171,15 @@ def _details(entry: Entry | None) -> dict[str, Any]:
     }
 
 
+def _capabilities(entry: Entry | None) -> list[str]:
+    """What it can be asked for; of a model that is not loaded, what most can."""
+    if entry is None or entry.model is None or not entry.is_loaded:
+        return ["completion"]
+    info = entry.model.info()
+    can = {"completion": info.generates, "embedding": info.embeddings is not None}
+    return [name for name, there in can.items() if there]
+
+
 def _shown(spec: Spec, entry: Entry | None) -> dict[str, Any]:
     details = _details(entry)
     known: dict[str, Any] = {}
@@ -187,5 +192,5 @@ def _shown(spec: Spec, entry: Entry | None) -> dict[str, Any]:
         "template": "",
         "details": details,
         "model_info": known,
-        "capabilities": ["completion"],
+        "capabilities": _capabilities(entry),
     }
