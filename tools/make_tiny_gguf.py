@@ -260,6 +260,15 @@ def bert() -> Tiny:
     return tiny
 
 
+def reranker() -> Tiny:
+    """The encoder with a head that gives one score."""
+    tiny = bert()
+    tiny.meta["pooling_type"] = 4
+    tiny.weight("cls", N_EMBD, N_EMBD)
+    tiny.weight("cls.output", N_EMBD, 1)
+    return tiny
+
+
 def _norm_with_bias(tiny: Tiny, name: str) -> None:
     tiny.norm(name)
     tiny.constant(f"{name}.bias", N_EMBD, 0.0)
@@ -312,6 +321,7 @@ KINDS: dict[str, Callable[[], Tiny]] = {
         hybrid_window,
         embedding,
         bert,
+        reranker,
         encdec,
         diffusion,
         unknown_arch,

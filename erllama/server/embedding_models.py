@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
+from erllama.errors import MalformedGguf
 from erllama.models.gguf import ENCODERS, embeds, read_metadata
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
     from erllama.options import ContextOptions
 
+    from .registry import Spec
     from .settings import ModelTable
 
 N_CTX_MAX = 2048  # longer texts are for who asks for them: what is computed at once takes memory
@@ -31,6 +33,18 @@ async def context_of(table: ModelTable, file: Path) -> ContextOptions:
     if wanted is None and not embeds(metadata):
         return table.context_options()
     return table.context_options(**_shape(metadata), embeddings=True)
+
+
+async def opens_to_embed(spec: Spec, *, unless_told: bool = False) -> bool:
+    """Whether a model would be opened for embeddings; `unless_told` where its file does not tell."""
+    if spec.table.wants_embeddings is not None:
+        return spec.table.wants_embeddings
+    if spec.file is None or not await trio.Path(spec.file).is_file():
+        return unless_told
+    try:
+        return embeds(await trio.to_thread.run_sync(read_metadata, spec.file))
+    except MalformedGguf:  # loading it tells more
+        return unless_told
 
 
 def _shape(metadata: dict[str, Any]) -> dict[str, int]:

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import trio
+from fastapi.responses import Response
 
 from erllama.errors import EngineUnresponsive, InvalidContent, NotSupported
 
 from .body import refuse
+from .embedding_models import opens_to_embed
+from .reply import json_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
     from erllama import EmbeddingFacts, Model
 
     from .pool import Lease
+    from .record import Record
+    from .registry import Spec
     from .service import Service
 
 LONGEST_TOKEN = 16  # characters; where a text is far too long, no more of it is looked at
 PLAIN_CHARACTERS = 64 << 10
+PLAIN_NUMBERS = 16 << 10
 
 Input = str | list[int]
 
@@ -57,7 +63,11 @@ async def embed(service: Service, ask: EmbedAsk) -> Embedded:
     without embeddings, as `Model.embed`, and `EngineUnresponsive`. Cancellation: it is given up.
     """
     started, limit_s = trio.current_time(), service.settings.limits.prefill_s
-    async with service.pool.lease(service.spec(ask.model), keep_alive_s=ask.keep_alive_s) as lease:
+    spec = service.spec(ask.model)
+    entry = service.pool.entry_of(spec)
+    if (entry is None or not entry.is_loaded) and not await opens_to_embed(spec, unless_told=True):
+        raise _none(spec)  # nothing is loaded for that
+    async with service.pool.lease(spec, keep_alive_s=ask.keep_alive_s) as lease:
         facts = _facts(lease, ask)
         with trio.move_on_after(limit_s) as scope:
             tokens = [await _tokens(lease.model, each, facts, truncate=ask.truncate) for each in ask.inputs]
@@ -67,7 +77,7 @@ async def embed(service: Service, ask: EmbedAsk) -> Embedded:
                 "the limit limits.prefill_s was reached", detail={"limit": "prefill_s", "seconds": limit_s}
             )
         n_tokens = sum(len(ids) for ids, _ in tokens)
-        service.metrics.embedded(lease.entry.spec.name, n_tokens)
+        service.metrics.embedded(spec.name, n_tokens)
         return Embedded(
             vectors=unit_length(vectors[:, : ask.dimensions]),
             n_tokens=n_tokens,
@@ -77,6 +87,17 @@ async def embed(service: Service, ask: EmbedAsk) -> Embedded:
         )
 
 
+async def reply_of(made: Embedded, record: Record, content: Callable[[], dict[str, Any]]) -> Response:
+    """The content as JSON; a million numbers take a second, so many are written in a worker thread."""
+
+    def written() -> Response:
+        return Response(json_bytes(content()), headers=record.headers, media_type="application/json")
+
+    if made.vectors.size <= PLAIN_NUMBERS:
+        return written()
+    return await trio.to_thread.run_sync(written)
+
+
 def unit_length(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """Each divided by its Euclidean norm; one of zeros stays as it is."""
     norms = np.linalg.norm(vectors.astype(np.float64), axis=1, keepdims=True)
@@ -84,14 +105,18 @@ def unit_length(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     return scaled
 
 
+def _none(spec: Spec) -> NotSupported:
+    return NotSupported(
+        f"{spec.name!r} is no model for embeddings; if it should be used as one, "
+        "set embeddings = true in its table of the settings"
+    )
+
+
 def _facts(lease: Lease, ask: EmbedAsk) -> EmbeddingFacts:
     """What the model offers, if that is what is asked for."""
     facts, spec = lease.model.info().embeddings, lease.entry.spec
     if facts is None:
-        raise NotSupported(
-            f"{spec.name!r} is no model for embeddings; if it should be used as one, "
-            "set embeddings = true in its table of the settings"
-        )
+        raise _none(spec)
     if facts.pooling == "rank":
         raise NotSupported(f"{spec.name!r} scores pairs of texts, it makes no embeddings")
     if ask.dimensions not in (None, facts.n_embd, *spec.table.embedding_dimensions):

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from fastapi.responses import JSONResponse
+from typing import TYPE_CHECKING
 
 from .body import check_count, ignored_note
 from .duration import seconds_of
-from .embeddings import EmbedAsk, check_inputs, embed
+from .embeddings import EmbedAsk, check_inputs, embed, reply_of
 from .ollama_reply import nanoseconds
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from fastapi.responses import Response
 
     from .embeddings import Embedded
     from .ollama_body import EmbedBody, OllamaEmbeddingsBody
+    from .record import Record
     from .service import Service
 
 
-async def ollama_embed(service: Service, body: EmbedBody) -> JSONResponse:
+async def ollama_embed(service: Service, body: EmbedBody, record: Record) -> Response:
     """A vector for each text; without any the model is loaded, or with `keep_alive: 0` unloaded."""
     inputs = [body.input] if isinstance(body.input, str) else body.input
     if inputs == [""]:
@@ -34,18 +33,18 @@ async def ollama_embed(service: Service, body: EmbedBody) -> JSONResponse:
     )
     if inputs:
         check_inputs(inputs)
-    made = await embed(service, ask)
-    content = {
-        "model": body.model,
-        "embeddings": made.vectors.tolist(),
+    made = await _embedded(service, ask, body, record)
+    counts = {
         "total_duration": nanoseconds(made.total_s),
         "load_duration": nanoseconds(made.load_s),
         "prompt_eval_count": made.n_tokens,
     }
-    return _reply(content, made, list(body.model_extra or ()))
+    return await reply_of(
+        made, record, lambda: {"model": body.model, "embeddings": made.vectors.tolist(), **counts}
+    )
 
 
-async def ollama_embeddings(service: Service, body: OllamaEmbeddingsBody) -> JSONResponse:
+async def ollama_embeddings(service: Service, body: OllamaEmbeddingsBody, record: Record) -> Response:
     """One vector; none without a text."""
     ask = EmbedAsk(
         model=body.model,
@@ -53,12 +52,16 @@ async def ollama_embeddings(service: Service, body: OllamaEmbeddingsBody) -> JSO
         truncate=True,
         keep_alive_s=seconds_of(body.keep_alive),
     )
+    made = await _embedded(service, ask, body, record)
+    return await reply_of(made, record, lambda: {"embedding": made.vectors[0].tolist() if ask.inputs else []})
+
+
+async def _embedded(
+    service: Service, ask: EmbedAsk, body: EmbedBody | OllamaEmbeddingsBody, record: Record
+) -> Embedded:
+    record.model = body.model
     made = await embed(service, ask)
-    vectors = made.vectors.tolist()
-    return _reply({"embedding": vectors[0] if vectors else []}, made, list(body.model_extra or ()))
-
-
-def _reply(content: dict[str, Any], made: Embedded, extra: Sequence[str]) -> JSONResponse:
-    notes = [*ignored_note(extra), *([f"x-erllama-cut-tokens: {made.n_cut}"] if made.n_cut else [])]
-    headers = dict(note.split(": ", 1) for note in notes)
-    return JSONResponse(content, headers=headers)
+    record.note(ignored_note(list(body.model_extra or ())))
+    if made.n_cut:
+        record.note([f"x-erllama-cut-tokens: {made.n_cut}"])
+    return made

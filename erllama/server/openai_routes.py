@@ -16,6 +16,7 @@ from .openai_chat import ChatReply, TextReply
 from .openai_embeddings import openai_embeddings
 from .openai_responses import ResponsesReply, Threads, responses_ask
 from .presence import while_present
+from .record import record_of
 from .reply import AnswerReply
 from .service import session_of
 
@@ -56,7 +57,9 @@ def openai_routes(service: Service) -> APIRouter:
     @router.post("/v1/embeddings")
     async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
         """Vectors of texts or token ids."""
-        return await while_present(request, lambda: openai_embeddings(service, body)) or Response()
+        return await while_present(
+            request, lambda: openai_embeddings(service, body, record_of(request.scope))
+        )
 
     @router.get("/v1/models")
     async def list_models(request: Request) -> JSONResponse:

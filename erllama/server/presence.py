@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import trio
+from starlette.responses import Response
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from starlette.requests import Request
 
-T = TypeVar("T")
 
-
-async def while_present(request: Request, work: Callable[[], Awaitable[T]]) -> T | None:
-    """What `work` returns or raises; None if the client left first, and then it was cancelled.
+async def while_present(request: Request, work: Callable[[], Awaitable[Response]]) -> Response:
+    """What `work` returns or raises; if the client leaves first, it is cancelled, and nobody reads the reply.
 
     The request's body has been read. Cancellation: cancels the work.
     """
-    result: T | None = None
+    reply: Response = Response()
     error: Exception | None = None
     async with trio.open_nursery() as nursery:
 
@@ -30,10 +29,10 @@ async def while_present(request: Request, work: Callable[[], Awaitable[T]]) -> T
 
         nursery.start_soon(watch)
         try:
-            result = await work()
+            reply = await work()
         except Exception as raised:  # raised again below, as itself and not in a group
             error = raised
         nursery.cancel_scope.cancel()
     if error is not None:
         raise error
-    return result
+    return reply

@@ -17,6 +17,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from erllama.backend import (
     BackendFacts,
@@ -35,9 +36,11 @@ from erllama.backend import (
 from erllama.errors import InvalidContent, InvalidGrammar, InvalidOption, NotSupported
 from erllama.types import TokenLogprob
 
-from .fake_embedder import FakeEmbedder  # noqa: TC001  # whoever looks at the fields wants to find it
 from .fake_memory import LAYOUTS, FakeMemory, State
 from .fake_memory import Cell as Cell  # what `memory` consists of
+
+if TYPE_CHECKING:
+    from .fake_embedder import FakeEmbedder
 
 EOG = 256  # ends a generation
 CONTROL = 257  # shows nothing

@@ -189,6 +189,18 @@ async def test_options_that_do_not_fit(tiny_gguf: Callable[[str], Path]) -> None
             await engine.load_model(tiny_gguf("bert"), context=options(pooling="rank"))
 
 
+async def test_rerankers_score(tiny_gguf: Callable[[str], Path]) -> None:
+    """Where the model's file says that it scores, a vector has its scores."""
+    async with erllama.open_engine() as engine:
+        model = await engine.load_model(tiny_gguf("reranker"), context=options())
+        assert model.info().embeddings.pooling == "rank"
+        scores = await model.embed_batch(TEXTS)
+        assert scores.shape == (4, 1)
+        expected = by_hand(tiny_gguf("reranker"), [model.tokenize(text) for text in TEXTS])
+    assert np.allclose(scores, expected, atol=0.01)
+    assert len(set(scores.ravel().tolist())) == 4
+
+
 @pytest.mark.parametrize("kind", ["bert", "dense"])
 def test_an_abort_leaves_nothing_behind(tiny_gguf: Callable[[str], Path], kind: str) -> None:
     """Aborted before and in a call, the next one gives what a fresh context gives."""

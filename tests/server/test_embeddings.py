@@ -25,9 +25,9 @@ TEXTS = ["the sea", "a question", "the lighthouse keeper"]
 N_EMBD = 8
 
 
-def fake(*, generates=False, pooling="mean", n_ctx=100):
+def fake(*, generates=False, pooling="mean", n_ctx=100, **more):
     facts = EmbeddingFacts(n_embd=N_EMBD, pooling=pooling, n_ctx=n_ctx, n_rows=100, n_lanes=4, whole=True)
-    return FakeBackend(embedder=FakeEmbedder(facts), generates=generates)
+    return FakeBackend(embedder=FakeEmbedder(facts), generates=generates, **more)
 
 
 def unit(vector):
@@ -222,8 +222,8 @@ async def test_who_hangs_up_is_not_computed_for():
     """The native call ends, and the place in the queue is free."""
 
     def slow():
-        made = fake()
-        made.threaded, made.embedder.delay_s = True, 20
+        made = fake(threaded=True)
+        made.embedder.delay_s = 20
         return made
 
     async with serving(slow) as scene:
