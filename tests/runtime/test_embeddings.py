@@ -14,6 +14,8 @@ from erllama.backend import EmbedRow, StepStatus
 from erllama.engine.llama_backend import LlamaBackend
 from erllama.options import ModelOptions
 
+from .reference_bert import ReferenceBert
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
@@ -94,6 +96,27 @@ async def test_every_pooling_of_a_generator(smollm2_path: Path, pooling: str) ->
     for vector, expected in zip(matrix, by_hand(smollm2_path, ids, pooling), strict=True):
         assert cosine(vector, expected) > 0.999
         assert np.abs(vector - expected).max() < 0.05 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("pooling", [None, "none", "mean", "cls", "last"])
+async def test_an_encoder_computes_what_it_should(
+    tiny_gguf: Callable[[str], Path], pooling: str | None
+) -> None:
+    """Several inputs at once, against BERT written in numpy."""
+    reference = ReferenceBert(tiny_gguf("bert"), n_head=2, n_layer=2)
+    pooled = {
+        "mean": lambda rows: rows.mean(0),
+        "last": lambda rows: rows[-1],
+        "none": lambda rows: rows[-1],
+    }.get(pooling or "", lambda rows: rows[0])
+    async with erllama.open_engine() as engine:
+        model = await engine.load_model(tiny_gguf("bert"), context=options(pooling=pooling))
+        vectors = await model.embed_batch(TEXTS)
+        ids = [model.tokenize(text) for text in TEXTS]
+    assert all((each[0], each[-1]) == (2, 3) for each in ids)  # [CLS] … [SEP]
+    for vector, tokens in zip(vectors, ids, strict=True):
+        expected = pooled(reference.rows(tokens))
+        assert np.abs(vector - expected).max() < 0.02 * np.abs(expected).max()
 
 
 async def test_mixed_lengths_in_one_call(tiny_gguf: Callable[[str], Path]) -> None:
