@@ -260,6 +260,29 @@ def bert() -> Tiny:
     return tiny
 
 
+def positions() -> Tiny:
+    """GPT-2: a generator with learned positions, of which there are 128."""
+    tiny = _new(
+        "gpt2", 13, context_length=128, attention__layer_norm_epsilon=1e-5, attention__head_count_kv=N_HEAD
+    )
+    tiny.embeddings()
+    tiny.constant("output_norm.bias", N_EMBD, 0.0)
+    tiny.weight("position_embd", N_EMBD, 128, gain=np.sqrt(N_EMBD))
+    for il in range(N_LAYER):
+        block = f"blk.{il}"
+        for name, n_in, n_out in (
+            ("attn_qkv", N_EMBD, 3 * N_EMBD),
+            ("attn_output", N_EMBD, N_EMBD),
+            ("ffn_up", N_EMBD, N_FF),
+            ("ffn_down", N_FF, N_EMBD),
+        ):
+            tiny.weight(f"{block}.{name}", n_in, n_out)
+            tiny.constant(f"{block}.{name}.bias", n_out, 0.0)
+        _norm_with_bias(tiny, f"{block}.attn_norm")
+        _norm_with_bias(tiny, f"{block}.ffn_norm")
+    return tiny
+
+
 def reranker() -> Tiny:
     """The encoder with a head that gives one score."""
     tiny = bert()
@@ -322,6 +345,7 @@ KINDS: dict[str, Callable[[], Tiny]] = {
         embedding,
         bert,
         reranker,
+        positions,
         encdec,
         diffusion,
         unknown_arch,

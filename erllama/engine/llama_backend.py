@@ -116,7 +116,7 @@ class LlamaBackend:
         self._compute_hash = self._context_hash(shape)
         self._open_parts(context)
         n_slots, use = self._options.n_seq_max, context.memory_bytes
-        per_request = min(self._options.n_ctx or model.facts.n_ctx_train, context.n_ctx_seq)
+        per_request = min(self._options.n_ctx or model.facts.n_ctx_train, self._n_ctx_seq)
         return BackendFacts(
             n_ctx=per_request,
             n_cells=context.n_ctx,
@@ -225,7 +225,7 @@ class LlamaBackend:
         with self._permit.held(self._params.n_threads) as granted:
             if not granted:
                 raise LoadCancelled(f"{self._path}: given up while another model was computing")
-            probe = ColdProbe(context, batch, piece, context.n_ctx_seq, self._parts, self._layout)
+            probe = ColdProbe(context, batch, piece, self._n_ctx_seq, self._parts, self._layout)
             return probe.failure(cache_dir() / "cold-probes" / self._compute_hash.hex())
 
     def rebuild(self) -> None:
@@ -286,6 +286,12 @@ class LlamaBackend:
         if self._context is None:
             raise HandleClosed(f"the context of {self._path} is closed")
         return self._context
+
+    @property
+    def _n_ctx_seq(self) -> int:
+        """The longest sequence that memory and the model's positions allow."""
+        n_ctx_seq, n_positions = self._live_context().n_ctx_seq, self._live_model().facts.n_positions
+        return n_ctx_seq if n_positions is None else min(n_ctx_seq, n_positions)
 
     def _live_parts(self) -> PartMover:
         if self._parts is None:

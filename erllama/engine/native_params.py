@@ -80,7 +80,11 @@ def warn_of_what_will_disappoint(
     path: str, options: ContextOptions, model: ModelOptions, facts: llama.ModelFacts
 ) -> None:
     """What llama.cpp accepts and the user will not like."""
-    if facts.n_ctx_train and (options.n_ctx or 0) > facts.n_ctx_train:
+    if facts.n_positions is not None and (options.n_ctx or 0) > facts.n_positions:
+        log.warning(
+            "%s has positions for %d tokens; n_ctx=%d is cut to that", path, facts.n_positions, options.n_ctx
+        )
+    elif facts.n_ctx_train and (options.n_ctx or 0) > facts.n_ctx_train:
         log.warning(
             "%s was trained for %d tokens; with n_ctx=%d, text beyond them is likely to be nonsense",
             *(path, facts.n_ctx_train, options.n_ctx),

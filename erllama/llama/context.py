@@ -55,6 +55,7 @@ FAULTS = {
     6: "row {row}: position {value}, the sequence goes on at {limit}",
     7: "row {row}: position {value} follows {limit} - 1 in the batch",
 }
+NO_SUCH_POSITION = "position {value}, and this model has {limit}"
 NON_CAUSAL_ROWS = "{value} rows, but a non-causal model takes at most n_ubatch = {limit}"
 EMBEDDED_ROWS = "{value} rows, but this embedding context keeps {limit}"
 
@@ -77,6 +78,7 @@ class Context:
         self.n_outputs_max: int = min(params.n_outputs, self.n_batch)
         self.n_vocab = model.facts.n_vocab
         self._n_scores: int = lib.model_n_cls_out(lib.get_model(ptr))
+        self._n_positions = model.facts.n_positions
         self._output_rows = b""  # one byte per row of the last decode
         memory = lib.get_memory(ptr)
         self._memory = Memory(self, memory) if memory != lib.ffi.NULL else None
@@ -204,6 +206,10 @@ class Context:
         return self.params.embeddings or self._memory is None
 
     def _check_rows(self, batch: Batch) -> None:
+        if self._n_positions is not None and batch.n_tokens:
+            last = int(batch.positions[: batch.n_tokens].max())
+            if last >= self._n_positions:
+                _refuse_rows(NO_SUCH_POSITION, last, self._n_positions)
         if self._needs_all and batch.n_tokens > self.n_outputs_max:
             _refuse_rows(EMBEDDED_ROWS, batch.n_tokens, self.n_outputs_max)
         if (not self.is_causal or self._memory is None) and batch.n_tokens > self.n_ubatch:
