@@ -99,7 +99,7 @@ class LlamaBackend:
         self._params = native_params(self._options, model.facts)
         embeddings = None
         if options.embeddings:
-            self._embedder = LlamaEmbedder(self._path, model, options)
+            self._embedder = LlamaEmbedder(self._path, model, options, self._new_governor())
             embeddings = self._embedder.open()
             if self._embedder.only_embeds:
                 return self._facts_of_embedder(embeddings)
@@ -235,9 +235,13 @@ class LlamaBackend:
         if self._layout is not None:
             self._parts = PartMover(self._context, self._layout)
 
+    def _new_governor(self) -> ThreadGovernor | None:
+        if not self._adapt_threads or self._params.n_threads == 1:
+            return None
+        return ThreadGovernor(self._params.n_threads, time.monotonic(), _idle_s)
+
     def _open_context(self, model: llama.Model) -> llama.Context:
-        if self._adapt_threads and self._params.n_threads > 1:
-            self._governor = ThreadGovernor(self._params.n_threads, time.monotonic(), _idle_s)
+        self._governor = self._new_governor()
         with self._permit.held(self._params.n_threads) as granted:  # opening decodes two tokens
             if not granted:
                 raise LoadCancelled(f"{self._path}: given up while another model was computing")
@@ -354,7 +358,7 @@ class LlamaBackend:
     def _all_threads(self, context: llama.Context) -> None:
         """What must have the same bits every time is computed with as many threads every time."""
         if self._governor is not None and self._governor.n != self._params.n_threads:
-            self._governor = ThreadGovernor(self._params.n_threads, time.monotonic(), _idle_s)
+            self._governor = self._new_governor()
             context.set_threads(self._params.n_threads, self._params.n_threads)
 
     def _govern(self, context: llama.Context, wall_s: float, cpu_s: float) -> None:

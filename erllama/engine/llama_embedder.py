@@ -30,14 +30,19 @@ if TYPE_CHECKING:
     from erllama.backend import EmbedRow
     from erllama.options import ContextOptions
 
+    from .governor import ThreadGovernor
+
 RANK = "4"  # gguf: pooling_type of models that score
 
 
 class LlamaEmbedder:
     """Thread: the model's, except `abort` and `clear_abort`."""
 
-    def __init__(self, path: str, model: llama.Model, options: ContextOptions) -> None:
+    def __init__(
+        self, path: str, model: llama.Model, options: ContextOptions, governor: ThreadGovernor | None = None
+    ) -> None:
         """`options` are resolved. Nothing is allocated before `open`."""
+        self._governor = governor
         self._path = path
         self._model = model
         self._n_ctx = min(options.n_ctx or model.facts.n_ctx_train, model.facts.n_ctx_train)
@@ -56,6 +61,8 @@ class LlamaEmbedder:
             if not granted:
                 raise LoadCancelled(f"{self._path}: given up while another model was computing")
             self._context = context = llama.Context.open(self._model, self._params)
+            if self._governor is not None:  # as it was found out with the context before
+                context.set_threads(self._governor.n, self._governor.n)
         # A mean, or a vector that saw what comes later, is right only if all tokens are computed at once.
         whole = not context.has_memory or not context.is_causal or context.pooling not in ("none", "last")
         self.facts = EmbeddingFacts(
@@ -106,11 +113,21 @@ class LlamaEmbedder:
             if not granted:
                 return EmbedResult(status=StepStatus.ABORTED)
             context.abort.arm_next(budget_s)
-            began = time.perf_counter()
+            began, cpu_began = time.perf_counter(), time.process_time()
             rc = context.decode(batch)
             status = status_of(rc, context.abort.cause)
             vectors = tuple(map(self._vector, rows, ends)) if status is StepStatus.OK else ()
-        return EmbedResult(status=status, vectors=vectors, rc=rc, compute_s=time.perf_counter() - began)
+            compute_s = time.perf_counter() - began
+            self._govern(context, compute_s, time.process_time() - cpu_began)
+        return EmbedResult(status=status, vectors=vectors, rc=rc, compute_s=compute_s)
+
+    def _govern(self, context: llama.Context, wall_s: float, cpu_s: float) -> None:
+        if self._governor is None:
+            return
+        before = self._governor.n
+        after = self._governor.observe(wall_s, cpu_s, time.monotonic())
+        if after != before:
+            context.set_threads(after, after)
 
     def _vector(self, row: EmbedRow, end: int) -> npt.NDArray[np.float32] | None:
         if not row.is_last:
@@ -120,6 +137,8 @@ class LlamaEmbedder:
 
     @property
     def _n_threads(self) -> int:
+        if self._governor is not None:
+            return self._governor.n
         return self._params.n_threads_batch or self._params.n_threads
 
     def _live(self) -> llama.Context:
