@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from erllama.backend import Guide
-from erllama.errors import ContextOverflow, InvalidContent, InvalidOption
+from erllama.errors import ContextOverflow, InvalidContent, InvalidOption, NotSupported
 from erllama.types import Done, Event, Request
 
 from .home import current_home, require_home
@@ -102,9 +102,11 @@ async def open_stream(
 
     `prompt` may be a function; it is called again right before the request is queued, with no await between.
     Raises: `InvalidContent`, `ContextOverflow`, `InvalidOption`, `InvalidGrammar`, `StickyBusy`,
-    `SeqCapacity`, and what `prompt` raises.
+    `SeqCapacity`, `NotSupported` (a model that only embeds), and what `prompt` raises.
     """
     require_home(handle.home)
+    if not handle.facts.generates:
+        raise NotSupported(f"model {handle.model_id!r} only embeds, it cannot generate")
     if handle.deterministic and options.exact == "session":
         raise InvalidOption(
             'exact="session": the model was loaded with deterministic=True, so every answer has cold bits',

@@ -27,6 +27,7 @@ from erllama.types import CacheHit, Completion, Done, Event, Exactness, Prefille
 
 from .block import Block
 from .chat_calls import ChatCalls
+from .embed_calls import EmbedCalls
 from .info import ModelInfo, Phase, RequestInfo
 from .kept import Pins, cached_bytes
 
@@ -45,7 +46,7 @@ RESET_PATIENCE_S = 5.0
 PLAIN_CALL_BYTES = 64 << 10  # longer text is tokenised in a worker thread, off the event loop
 
 
-class Model(ChatCalls):
+class Model(ChatCalls, EmbedCalls):
     """A loaded model. Made by `Engine.load_model`; once it is unloaded, every method but `unload` and
     `wait_closed` raises `NotLoaded`.
     """
@@ -426,6 +427,8 @@ class Model(ChatCalls):
                 deterministic=handle.deterministic,
             ),
             parts=() if handle.facts.layout is None else handle.facts.layout.parts,
+            embeddings=handle.facts.embeddings,
+            generates=handle.facts.generates,
             vram_estimate_bytes=handle.facts.memory_bytes,
             loaded_at_monotonic=handle.loaded_at,
             details=dict(handle.facts.details),
