@@ -40,6 +40,7 @@ BASE: dict[str, set[str]] = {
     "child": set(),
     "files": {"errors"},
     "checks": {"errors"},
+    "middleware": set(),
     "machine": set(),
     "sizes": set(),
     "options": {"checks", "errors", "machine"},

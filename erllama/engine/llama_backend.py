@@ -18,6 +18,7 @@ from erllama import llama
 from erllama.backend import BackendFacts, MemoryKind, PartKind, StepResult, StepStatus
 from erllama.errors import HandleClosed, InvalidOption, LoadCancelled, NotSupported
 from erllama.kvcache.key import control_piece
+from erllama.llama.template_trial import check_ends
 from erllama.llama.variant import cache_dir
 from erllama.options import INT32_MAX
 
@@ -495,8 +496,14 @@ class LlamaBackend:
         return [control_piece(t) if vocab.is_control(t) else vocab.piece(t) for t in tokens]
 
     def chat_templates(self, text: str | None) -> llama.ChatTemplates:
-        """The model's chat templates, or `text` as one of them. Raises: `InvalidContent`."""
-        return llama.ChatTemplates.of_model(self._live_model(), text)
+        """The model's chat templates, or `text` as one of them. Raises: `InvalidContent`.
+
+        A template that is new to this machine is tried in a child process first, which takes half a second.
+        """
+        model = self._live_model()
+        for source in model.facts.chat_templates if text is None else (text,):
+            check_ends(source, llama.build_info().stamp)
+        return llama.ChatTemplates.of_model(model, text)
 
     def special_texts(self) -> list[tuple[int, str, bool]]:
         """Control and user-defined tokens."""

@@ -62,6 +62,12 @@ class ModelFacts:
         return self.n_ctx_train if self.architecture in LEARNED_POSITIONS else None
 
     @property
+    def chat_templates(self) -> tuple[str, ...]:
+        """The texts of its templates: the usual one, and the one for tools."""
+        own = (self.chat_template, self.metadata.get("tokenizer.chat_template.tool_use"))
+        return tuple(text for text in own if text)
+
+    @property
     def unsupported(self) -> str | None:
         """Why erllama cannot run this model, or None."""
         if self.vocab_only:
