@@ -82,6 +82,21 @@ class EventStream:
             self._ready.extend((event,) if self._translate is None else self._translate(event))
         return self._ready.popleft()
 
+    async def receive_all(self) -> list[Event]:
+        """Every event that is there, at least one; none after the last. Cancellation: loses nothing."""
+        require_home(self._home)
+        while not self._ready and not self._done:
+            try:
+                events = await self._buffer.receive_all()
+            except trio.EndOfChannel:
+                break
+            self._done = isinstance(events[-1], Done)
+            for event in events:
+                self._ready.extend((event,) if self._translate is None else self._translate(event))
+        ready = list(self._ready)
+        self._ready.clear()
+        return ready
+
 
 @asynccontextmanager
 async def open_stream(

@@ -138,6 +138,7 @@ class ChatCalls:
         *,
         session_id: Hashable = None,
         on_full: Literal["block", "error"] = "block",
+        salt: bytes = b"",
         **options: Any,
     ) -> Prefilled:
         """Compute a conversation's prompt and keep it, so that `chat` with it begins at once.
@@ -145,7 +146,7 @@ class ChatCalls:
         `options` are those of `chat_apply`. Raises and cancels as `chat`.
         """
         params = await self.chat_apply(messages, **options)
-        generation = GenerationOptions(session_id=session_id, on_full=on_full)
+        generation = GenerationOptions(session_id=session_id, on_full=on_full, salt=salt)
         return await self._prefill(params.prompt_ids, generation, Purpose.PREFILL, is_text=True)
 
     def chat_purge(self) -> bool:

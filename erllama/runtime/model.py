@@ -146,13 +146,14 @@ class Model(ChatCalls):
         session_id: Hashable = None,
         on_full: Literal["block", "error"] = "block",
         exact: Literal["session", "cold"] | None = None,
+        salt: bytes = b"",
     ) -> Prefilled:
         """Compute a prompt and store it, so that whoever begins like it finds it there; sample nothing.
 
-        Requests with `exact="cold"` find only what was computed so. Raises and cancels as `complete`.
+        Requests with `exact="cold"` find only what was computed so, those with a `salt` only their own. Raises and cancels as `complete`.
         """
         options = GenerationOptions(
-            parent_key=parent_key, session_id=session_id, on_full=on_full, exact=exact
+            parent_key=parent_key, session_id=session_id, on_full=on_full, exact=exact, salt=salt
         )
         return await self._prefill(await self._prompt_ids(prompt), options, Purpose.PREFILL)
 
@@ -237,7 +238,7 @@ class Model(ChatCalls):
         thinking = self._thinking if options.thinking else None
 
         def prompt() -> list[int]:
-            return [*handle.actor.history(options.session_id, expected), *ids]
+            return [*handle.actor.history(options.session_id, expected, options.salt), *ids]
 
         async with open_stream(
             handle,
