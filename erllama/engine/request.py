@@ -104,6 +104,21 @@ class EventStream:
         with trio.CancelScope(shield=True):
             return await trio.to_thread.run_sync(translate, event, limiter=trio.CapacityLimiter(1))
 
+    async def receive_all(self) -> list[Event]:
+        """Every event that is there, at least one; none after the last. Cancellation: loses nothing."""
+        require_home(self._home)
+        while not self._ready and not self._done:
+            try:
+                events = await self._buffer.receive_all()
+            except trio.EndOfChannel:
+                break
+            self._done = isinstance(events[-1], Done)
+            for event in events:
+                self._ready.extend(await self._translated(event))
+        ready = list(self._ready)
+        self._ready.clear()
+        return ready
+
 
 @asynccontextmanager
 async def open_stream(
