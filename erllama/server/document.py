@@ -99,7 +99,7 @@ def _correct(operation: dict[str, Any], path: str) -> None:
     """Refusals have the surface's own shape and are never FastAPI's 422; streams have their type."""
     responses = operation["responses"]
     if path in STREAMS:
-        responses["200"]["content"][STREAMS[path]] = {"schema": {"type": "string"}}
+        responses["200"]["content"][STREAMS[path]] = {}
     responses.pop("422", None)
     schema = ERRORS[surface_of(path)]
     refused = {"description": "Refused or failed", "content": {"application/json": {"schema": schema}}}
