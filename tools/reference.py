@@ -68,6 +68,8 @@ MEANINGS: dict[type, dict[str, str]] = {
         "logit_bias": "token id → number added to its logit; `-math.inf` forbids it",
         "logprobs": "report the log-probability of each token and of this many alternatives",
         "cache": '`"on"`; `"read"`: reuse, but keep nothing of this request; `"off"`: neither',
+        "salt": "whose KV this is: requests with different salts share none; empty: shared by all without one",
+        "middleware": "`async (call, next) -> result` around this call, inside of the engine's",
         "session_id": "whose turn this is; its sequence is held for the next turn. A second request while "
         "one is in flight raises `StickyBusy`",
         "parent_key": "the `finish_key` this prompt goes on from; a hint, worth a short wait while that is "

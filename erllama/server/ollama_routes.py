@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 import erllama
 from erllama.errors import InvalidOption, NotSupported
 
+from .document import NOT_OFFERED
 from .duration import seconds_of
 from .embedding_models import opens_to_embed
 from .ollama_ask import chat_ask, generate_ask
@@ -96,7 +97,7 @@ def ollama_routes(service: Service) -> APIRouter:
         """erllama's."""
         return JSONResponse({"version": erllama.__version__})
 
-    @router.get("/")
+    @router.get("/", response_class=PlainTextResponse)
     async def root() -> PlainTextResponse:
         """Some clients ask whether anybody is there."""
         return PlainTextResponse("erllama is running")
@@ -106,8 +107,10 @@ def ollama_routes(service: Service) -> APIRouter:
         raise NotSupported("models are not fetched or changed over HTTP yet; name them with -m or --config")
 
     for path in LATER:
-        router.add_api_route(path, later, methods=["POST"], name=path)
-    router.add_api_route("/api/delete", later, methods=["DELETE"], name="/api/delete")
+        router.add_api_route(path, later, methods=["POST"], name=path, status_code=501, responses=NOT_OFFERED)
+    router.add_api_route(
+        "/api/delete", later, methods=["DELETE"], name="/api/delete", status_code=501, responses=NOT_OFFERED
+    )
     return router
 
 
