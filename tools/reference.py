@@ -98,6 +98,7 @@ MEANINGS: dict[type, dict[str, str]] = {
         "writer_max_concurrent": "saves written to files at once",
         "evict_save_timeout_s": "seconds an unload waits for what is still to be saved",
         "chat_cache_size": "parsed chat templates that are kept, one a model",
+        "middleware": "`async (call, next) -> result` around every call of every model, the first one outermost",
         "thinking_signing_key": "signs the end of thinking blocks; None: signatures are empty",
     },
 }
