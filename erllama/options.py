@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 # Re-exported: whoever declares options of its own (the store, plugins) needs one import only.
@@ -28,6 +28,7 @@ from .machine import default_threads as default_threads
 from .machine import usable_cpus as usable_cpus
 
 INT32_MAX = 2**31 - 1  # llama.cpp's int32_t
+MAX_SALT_BYTES = 64
 
 KvType = Literal["f16", "f32", "bf16", "q4_0", "q5_0", "q5_1", "q8_0"]
 LoadMode = Literal["auto", "none", "mmap", "mlock", "mmap_mlock", "direct_io"]
@@ -44,6 +45,13 @@ def stop_strings(value: object) -> tuple[str, ...]:
     if not isinstance(items, Sequence) or not all(isinstance(s, str) and s for s in items):
         raise Rejected(wanted)
     return tuple(items)
+
+
+def functions(value: object) -> tuple[Callable[..., Any], ...]:
+    """A sequence of callables."""
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Sequence) or not all(map(callable, value)):
+        raise Rejected("a sequence of functions")
+    return tuple(value)
 
 
 def logit_biases(value: object) -> dict[int, float]:
@@ -65,6 +73,13 @@ def binary(value: object) -> bytes:
     """Any bytes."""
     if not isinstance(value, (bytes, bytearray)):
         raise Rejected("bytes")
+    return bytes(value)
+
+
+def salt(value: object) -> bytes:
+    """At most 64 bytes: they are a part of every name."""
+    if not isinstance(value, (bytes, bytearray)) or len(value) > MAX_SALT_BYTES:
+        raise Rejected(f"at most {MAX_SALT_BYTES} bytes")
     return bytes(value)
 
 
@@ -191,7 +206,11 @@ class GenerationOptions:
 
     `json_schema`: the answer is JSON that satisfies it; `grammar`: the answer is of this GBNF grammar. With
     `thinking`, text between the model's `thinking_markers` arrives as `Thinking` events and is not in the
-    reply; `thinking_budget_tokens` (above 0) limits them.
+    reply; `thinking_budget_tokens` (above 0) limits them. `middleware` is around this call, and inside of the
+    engine's.
+
+    `salt` separates users: requests with different salts share no KV, neither in memory nor in the store,
+    and a session goes on only under the salt it began with.
     """
 
     ELSEWHERE: ClassVar[Mapping[str, str]] = {
@@ -223,10 +242,12 @@ class GenerationOptions:
     logprobs: int | None = option(default=None, check=optional(integer(0, 100)))
     on_full: Literal["block", "error"] = option(default="block", check=choice("block", "error"))
     cache: Literal["on", "read", "off"] = option(default="on", check=choice("on", "read", "off"))
+    salt: bytes = option(default=b"", check=salt)
     session_id: Hashable = option(default=None, check=hashable)
     parent_key: bytes | None = option(default=None, check=optional(binary))
     prefix_checkpoint_len: int | None = option(default=None, check=optional(integer(1)))
     exact: Literal["session", "cold"] | None = option(default=None, check=optional(choice("session", "cold")))
+    middleware: Sequence[Callable[..., Any]] = option(default=(), check=functions)
 
     def check_together(self) -> None:
         """Refuse two constraints at once."""
@@ -246,7 +267,8 @@ class EngineConfig:
     tier. `ram_spill`: the tier that gets what RAM has no room for. `lookup_log`: a file for `kvc sim`.
     `writer_max_concurrent`: saves written at once. `evict_save_timeout_s`: how long an unload waits for what
     is still to be saved. `chat_cache_size`: parsed chat templates kept, one a model.
-    `thinking_signing_key`: signs the end of thinking blocks.
+    `thinking_signing_key`: signs the end of thinking blocks. `middleware`: functions around every call of its
+    models (`erllama.middleware`), the first one outermost.
     """
 
     stream_buffer_events: int = option(default=256, check=integer(4))
@@ -258,3 +280,4 @@ class EngineConfig:
     evict_save_timeout_s: float = option(default=30.0, check=number(0))
     chat_cache_size: int = option(default=8, check=integer(1, 4096))
     thinking_signing_key: bytes | None = option(default=None, check=optional(binary))
+    middleware: Sequence[Callable[..., Any]] = option(default=(), check=functions)
