@@ -102,7 +102,8 @@ class EventStream:
         # Shielded: the event has been taken, and a translator that saw half of it is of no more use. One
         # thread of its own, milliseconds: nobody waits for those that others have abandoned.
         with trio.CancelScope(shield=True):
-            return await trio.to_thread.run_sync(translate, event, limiter=trio.CapacityLimiter(1))
+            events = await trio.to_thread.run_sync(translate, event, limiter=trio.CapacityLimiter(1))
+        return events
 
 
 @asynccontextmanager

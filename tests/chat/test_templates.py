@@ -8,7 +8,10 @@ import pytest
 
 from chat.scenes import (
     NAMES,
+    NO_CALLS,
+    NO_TOOLS,
     ONE_CALL,
+    REFUSES_DIALOGUE,
     TOOLS,
     TWO_CALLS,
     USER,
@@ -25,20 +28,6 @@ from erllama.errors import InvalidContent, NotSupported
 
 pytestmark = pytest.mark.model
 
-NO_TOOLS = {
-    "HuggingFaceTB-SmolLM3-3B": "takes tools as variables of its own (xml_tools, python_tools)",
-    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": "knows no tools",
-    "llama-cpp-rwkv-world": "knows no tools",
-    "microsoft-Phi-3.5-mini-instruct": "knows no tools",
-}
-REFUSES_DIALOGUE = {"google-gemma-2-2b-it": "must alternate"}
-NO_CALLS = {
-    "LFM2-8B-A1B": "leaves calls out of histories",
-    "LFM2.5-Instruct": "leaves calls out of histories",
-    "ibm-granite-granite-3.3-2B-Instruct": "leaves calls out of histories",
-    "google-gemma-2-2b-it": "knows no tools",
-    **NO_TOOLS,
-}
 NOT_READ = {
     "Mistral-Small-3.2-24B-Instruct-2506": "upstream's parser does not take its own [CALL_ID]",
     "upstage-Solar-Open-100B": "upstream's parser does not take its own call ids",

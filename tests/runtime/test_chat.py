@@ -11,6 +11,7 @@ import trio
 from chat.scenes import TOOLS, USER, call, dialogue
 
 import erllama
+import make_tiny_gguf
 from erllama import ChatMessage, Done, Thinking, ThinkingEnd, Token, TokenId, ToolCallDelta
 from erllama.errors import ContextOverflow, InvalidContent, InvalidGrammar, InvalidOption, NotSupported
 from erllama.testing import FakeBackend
@@ -619,3 +620,27 @@ async def test_a_model_that_is_unloaded_keeps_no_template():
         await model.chat([USER])
         await model.unload()
         assert not engine._templates.purge(model.handle)
+
+
+BROKEN = {
+    "does not parse": "{% for m in messages %}{{ m.content }",
+    "calls itself": "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+    "calls itself when it runs": "{% macro f(x) %}{% if x %}{{ f(x) }}{% endif %}{% endmacro %}{{ f(1) }}",
+}
+
+
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.parametrize("how", BROKEN)
+async def test_a_file_whose_template_is_broken(how, tmp_path):
+    """The model loads and answers prompts; chat is a typed error, and so is the next; the process lives."""
+    tiny = make_tiny_gguf.dense()
+    tiny.meta[".tokenizer.chat_template"] = BROKEN[how]
+    tiny.save(tmp_path / "broken.gguf")
+    async with erllama.open_engine() as engine:
+        model = await engine.load_model(tmp_path / "broken.gguf", context=erllama.ContextOptions(n_threads=1))
+        for _ in range(2):
+            with pytest.raises(InvalidContent, match="template"):
+                await model.chat([USER])
+        answer = await model.complete("Hi", max_tokens=3)
+    assert len(answer.generated) == 3
