@@ -148,14 +148,19 @@ class Renderer:
     ) -> tuple[dict[str, Any], str]:
         """What the prompt is made of, and the prompt: it shows tools as their authors wrote them."""
         if tools.shown == tools.enforced:
-            return inputs, applied.prompt
-        shown = {**inputs, "tools": list(tools.shown)}
+            return self._without_schema(inputs), applied.prompt
+        shown = {**self._without_schema(inputs), "tools": list(tools.shown)}
         return shown, self._prompt_of(shown)
 
     def _prompt_of(self, inputs: dict[str, Any]) -> str:
-        """The prompt alone: nothing is converted to a grammar, which no prompt depends on."""
-        alone = {key: value for key, value in inputs.items() if key != "json_schema"}
-        return self._template.native.apply({**alone, "tool_choice": "none"}).prompt
+        """The prompt alone: no schema is converted to a grammar but one that the template shows."""
+        return self._template.native.apply({**inputs, "tool_choice": "none"}).prompt
+
+    def _without_schema(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """What the prompt is made of."""
+        if self._template.renders_schema:
+            return inputs
+        return {key: value for key, value in inputs.items() if key != "json_schema"}
 
     # --- tokens ---
 

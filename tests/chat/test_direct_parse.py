@@ -1,4 +1,4 @@
-"""What is read of an answer is what `common_chat_parse` gives for the same text, called by upstream's own means.
+"""What is read of an answer is what `common_chat_parse` gives for the same text, called directly.
 
 A program of forty lines is compiled against llama-common; nothing of ours lies between it and the parser.
 """

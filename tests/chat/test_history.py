@@ -23,7 +23,7 @@ SCHEMA = {
 
 
 def test_keys_come_in_the_order_of_the_grammar():
-    """What is required first, then the rest, each as the schema lists it; nested ones too; strange ones last."""
+    """What is required first, then the rest, each as the schema lists it; nested too; unknown ones last."""
     given = '{"z": 1, "b": {"y": 2, "x": 1}, "c": [{"p": 1, "q": 2}], "a": "ü"}'
     assert in_order(given, SCHEMA) == '{"a": "ü", "c": [{"q": 2, "p": 1}], "b": {"x": 1, "y": 2}, "z": 1}'
 
@@ -43,7 +43,11 @@ def test_what_is_in_order_stays_as_it_was_written(text):
 def test_the_prompt_does_not_depend_on_a_clients_order(name):
     """X12: every template renders both orders to the same tokens."""
     kinds = {"b": "integer", "a": "string", "c": "integer"}
-    schema = {"type": "object", "properties": {n: {"type": k} for n, k in kinds.items()}, "required": ["a", "c"]}
+    schema = {
+        "type": "object",
+        "properties": {n: {"type": k} for n, k in kinds.items()},
+        "required": ["a", "c"],
+    }
     tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": schema}}
     ordered, other = {"a": "s", "c": 2, "b": 1}, {"b": 1, "c": 2, "a": "s"}
     result = {"role": "tool", "tool_call_id": "call1aaaa", "name": "f", "content": "ok"}

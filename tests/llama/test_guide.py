@@ -89,7 +89,7 @@ def watching(vocab):
 
 
 def test_a_trigger_that_is_spelled_in_other_tokens(vocab, watching):
-    """A token as trigger is its text: also in several tokens the call is held to the grammar; after a reset too."""
+    """A token as trigger is its text: in several tokens too the call is held to the grammar."""
     for _ in range(2):
         for token in spelled(vocab, "some <repo_name"):
             watching.accept(token)

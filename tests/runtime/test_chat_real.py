@@ -151,7 +151,7 @@ async def test_a_schema_goes_on_from_a_prefilled_answer(smollm2_path):
 
 
 async def test_a_grammar_holds_from_first_to_last(smollm2_path):
-    """G26: a digit object and nothing else, in 20 seeds: complete, stream, continue and chat, behind tool syntax."""
+    """G26: a digit object and nothing else in 20 seeds, however it is asked for, behind tool syntax."""
 
     async def work(model):
         limits = {"grammar": 'root ::= "{\\"digit\\": " [0-9] "}"', "temperature": 1.5}
