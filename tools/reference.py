@@ -77,6 +77,7 @@ MEANINGS: dict[type, dict[str, str]] = {
         "on_full": "when every sequence is busy: wait in line, or raise `SeqCapacity`",
         "exact": '`"session"`: as if nothing had ever been dropped; `"cold"`: bit for bit the answer of a '
         "fresh context, computed alone; None: what `load_model` was told",
+        "middleware": "functions around this call, see the guide; inside of the engine's",
     },
     ChatOptions: {
         "tools": "what the model may call, in the shape OpenAI gave tools",
@@ -97,6 +98,7 @@ MEANINGS: dict[type, dict[str, str]] = {
         "evict_save_timeout_s": "seconds an unload waits for what is still to be saved",
         "chat_cache_size": "parsed chat templates that are kept, one a model",
         "thinking_signing_key": "signs the end of thinking blocks; None: signatures are empty",
+        "middleware": "functions around every call of its models, the first one outermost",
     },
 }
 
