@@ -82,6 +82,7 @@ NO_TRIO = (
     *(f"kvcache/{name}.py" for name in PURE_STORE),
     *(
         "engine/admission.py",
+        "engine/embed_plan.py",
         "engine/planner.py",
         "engine/retokenise.py",
         "engine/sampling.py",

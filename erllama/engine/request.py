@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import trio
 
 from erllama.backend import Guide
-from erllama.errors import ContextOverflow, InvalidContent, InvalidOption
+from erllama.errors import ContextOverflow, InvalidContent, InvalidOption, NotSupported
 from erllama.types import Done, Event, Request
 
 from .home import current_home, require_home
@@ -101,9 +101,25 @@ class EventStream:
             return translate(event)
         # Shielded: the event has been taken, and a translator that saw half of it is of no more use. One
         # thread of its own, milliseconds: nobody waits for those that others have abandoned.
+        translated: Iterable[Event] = ()
         with trio.CancelScope(shield=True):
-            events = await trio.to_thread.run_sync(translate, event, limiter=trio.CapacityLimiter(1))
-        return events
+            translated = await trio.to_thread.run_sync(translate, event, limiter=trio.CapacityLimiter(1))
+        return translated
+
+    async def receive_all(self) -> list[Event]:
+        """Every event that is there, at least one; none after the last. Cancellation: loses nothing."""
+        require_home(self._home)
+        while not self._ready and not self._done:
+            try:
+                events = await self._buffer.receive_all()
+            except trio.EndOfChannel:
+                break
+            self._done = isinstance(events[-1], Done)
+            for event in events:
+                self._ready.extend(await self._translated(event))
+        ready = list(self._ready)
+        self._ready.clear()
+        return ready
 
 
 @asynccontextmanager
@@ -125,9 +141,11 @@ async def open_stream(
 
     `prompt` may be a function; it is called again right before the request is queued, with no await between.
     Raises: `InvalidContent`, `ContextOverflow`, `InvalidOption`, `InvalidGrammar`, `StickyBusy`,
-    `SeqCapacity`, and what `prompt` raises.
+    `SeqCapacity`, `NotSupported` (a model that only embeds), and what `prompt` raises.
     """
     require_home(handle.home)
+    if not handle.facts.generates:
+        raise NotSupported(f"model {handle.model_id!r} only embeds, it cannot generate")
     if handle.deterministic and options.exact == "session":
         raise InvalidOption(
             'exact="session": the model was loaded with deterministic=True, so every answer has cold bits',

@@ -155,6 +155,11 @@ class Sequence:
         return self.options.cache != "off"
 
     @property
+    def salt(self) -> bytes:
+        """Whose it is: what others computed under another one is not for it."""
+        return self.options.salt
+
+    @property
     def is_restoring(self) -> bool:
         """Whether its memory is being filled from the store."""
         return self.phase is Phase.RESTORE
@@ -268,8 +273,10 @@ class Sequence:
         """The model has seen the tokens before `n_kv`."""
         self.cells.grow_to(n_kv)
         self.has_computed = True
-        self.unproven = set()
-        self._note_prefill(now)
+        if self.unproven:
+            self.unproven = set()
+        if self.phase is Phase.PREFILL:
+            self._note_prefill(now)
 
     def _note_prefill(self, now: float) -> None:
         if self.phase is Phase.PREFILL and self.cells.n >= len(self.ledger) - 1:
@@ -289,11 +296,12 @@ class Sequence:
         if self.times.first_token is None:
             self.times.first_token = now
         self.ledger.append(sampled.token)
-        if self._logprobs is not None and sampled.logprob is not None:
-            self._logprobs.append(sampled.logprob)
+        logprob = None if self._logprobs is None else sampled.logprob
+        if self._logprobs is not None and logprob is not None:
+            self._logprobs.append(logprob)
         shown = self._visible.get(sampled.token, b"" if is_eog else piece)
         text = self._text.feed(shown) if shown else ""
-        events: list[Event] = [TokenId(sampled.token, self.request)]
+        events: list[Event] = [TokenId(sampled.token, self.request, logprob)]
         if text:
             events.append(Token(text, self.request))
         self.buffer.put_nowait(*events)

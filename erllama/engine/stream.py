@@ -58,6 +58,11 @@ class EventBuffer:
         return len(self._events) + EVENTS_PER_STEP <= self._capacity
 
     @property
+    def n_steps(self) -> int:
+        """How many steps may deliver whatever they have, if nothing is read meanwhile."""
+        return (self._capacity - len(self._events)) // EVENTS_PER_STEP
+
+    @property
     def is_lagging(self) -> bool:
         """Whether it was full and is not half empty yet."""
         return self._lagging_since is not None
@@ -75,7 +80,8 @@ class EventBuffer:
         self._events.extend(events)
         if self._lagging_since is None and len(self._events) + EVENTS_PER_STEP > self._capacity:
             self._lagging_since = self._last_read = trio.current_time()
-        self._wake_reader()
+        if self._n_parked:
+            self._wakeup.unpark_all()
 
     def end(self, error: BaseException | None = None) -> None:
         """No more events; after the delivered ones the reader gets `error`, or the end."""
@@ -122,6 +128,20 @@ class EventBuffer:
         if has_caught_up or n + EVENTS_PER_STEP == self._capacity:  # the moment there is room again
             self._on_room()
         return event
+
+    async def receive_all(self) -> list[Event]:
+        """Every event that is there, at least one. Raises and cancels as `receive`, nothing is lost."""
+        first = await self.receive()
+        if not self._events:
+            return [first]
+        events = [first, *self._events]
+        n_before = len(self._events)
+        self._events.clear()
+        was_full = self._lagging_since is not None or n_before + EVENTS_PER_STEP > self._capacity
+        self._lagging_since = None
+        if was_full:
+            self._on_room()
+        return events
 
     async def _park(self) -> None:
         self._n_parked += 1

@@ -27,6 +27,7 @@ from erllama.types import CacheHit, Completion, Done, Event, Exactness, Prefille
 
 from .block import Block
 from .chat_calls import ChatCalls
+from .embed_calls import EmbedCalls
 from .info import ModelInfo, Phase, RequestInfo
 from .kept import Pins, cached_bytes
 
@@ -46,7 +47,7 @@ RESET_PATIENCE_S = 5.0
 PLAIN_CALL_BYTES = 64 << 10  # longer text is tokenised in a worker thread, off the event loop
 
 
-class Model(ChatCalls):
+class Model(ChatCalls, EmbedCalls):
     """A loaded model. Made by `Engine.load_model`; once it is unloaded, every method but `unload` and
     `wait_closed` raises `NotLoaded`.
     """
@@ -165,15 +166,16 @@ class Model(ChatCalls):
         session_id: Hashable = None,
         on_full: Literal["block", "error"] = "block",
         exact: Literal["session", "cold"] | None = None,
+        salt: bytes = b"",
     ) -> Prefilled:
         """Compute a prompt and store it, so that whoever begins like it finds it there; sample nothing.
 
-        Requests with `exact="cold"` find only what was computed so. Raises and cancels as `complete`.
+        Requests with `exact="cold"` find only what was computed so, those with a `salt` only their own. Raises
+        and cancels as `complete`.
         """
-        options = {"parent_key": parent_key, "session_id": session_id, "on_full": on_full, "exact": exact}
-        done: Prefilled = await self._calls.run(
-            "prefill_only", {"prompt": prompt, **options}, self._prefill_only
-        )
+        own = {"parent_key": parent_key, "session_id": session_id, "on_full": on_full}
+        arguments = {"prompt": prompt, "exact": exact, "salt": salt, **own}
+        done: Prefilled = await self._calls.run("prefill_only", arguments, self._prefill_only)
         return done
 
     async def _prefill_only(self, prompt: Prompt, **options: Any) -> Prefilled:
@@ -283,7 +285,7 @@ class Model(ChatCalls):
         thinking = self._thinking if options.thinking else None
 
         def prompt() -> list[int]:
-            return [*handle.actor.history(options.session_id, expected), *ids]
+            return [*handle.actor.history(options.session_id, expected, options.salt), *ids]
 
         async with open_stream(
             handle,
@@ -472,6 +474,8 @@ class Model(ChatCalls):
                 deterministic=handle.deterministic,
             ),
             parts=() if handle.facts.layout is None else handle.facts.layout.parts,
+            embeddings=handle.facts.embeddings,
+            generates=handle.facts.generates,
             vram_estimate_bytes=handle.facts.memory_bytes,
             loaded_at_monotonic=handle.loaded_at,
             details=dict(handle.facts.details),

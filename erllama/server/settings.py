@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -28,7 +28,8 @@ class ModelTable(_Table):
     """One model. `path` may be left out for the small default model.
 
     `context` and `load` are fields of `ContextOptions` and `ModelOptions`; `exact`, `deterministic` as
-    `load_model` takes them.
+    `load_model` takes them. `embeddings`: whether it is opened to embed; None: if its file says so.
+    `embedding_dimensions`: lengths that its vectors were trained to be cut to.
     """
 
     path: str | None = None
@@ -37,13 +38,23 @@ class ModelTable(_Table):
     chat_template_file: str | None = None
     exact: Literal["session", "cold"] = "session"
     deterministic: bool = False
+    embeddings: bool | None = None
+    embedding_dimensions: tuple[Annotated[int, Field(ge=1)], ...] = ()
     keep_alive_s: float | None = None
     queue_depth: int | None = Field(default=None, ge=0)
     queue_timeout_s: float | None = Field(default=None, gt=0)
 
-    def context_options(self) -> ContextOptions:
-        """With the server's defaults. Raises: `UnknownOption`, `InvalidOption`."""
-        return ContextOptions(**{"n_ctx": N_CTX, "n_seq_max": N_SEQ_MAX, **self.context})
+    def context_options(self, **defaults: Any) -> ContextOptions:
+        """With these defaults, else the server's. Raises: `UnknownOption`, `InvalidOption`."""
+        made = {"n_ctx": N_CTX, "n_seq_max": N_SEQ_MAX, **defaults, **self.context}
+        if self.embeddings is not None:
+            made["embeddings"] = self.embeddings
+        return ContextOptions(**made)
+
+    @property
+    def wants_embeddings(self) -> bool | None:
+        """What the settings say; None if nothing."""
+        return self.context.get("embeddings") if self.embeddings is None else self.embeddings
 
     def model_options(self) -> ModelOptions:
         """Raises: `UnknownOption`, `InvalidOption`."""
@@ -90,6 +101,19 @@ class LimitsTable(_Table):
     ping_s: float = Field(default=5, gt=0)
 
 
+class CacheTable(_Table):
+    """Who shares KV with whom, and for how long it is kept.
+
+    `api_keys`: "separate" users: what was asked under one is not reused under another; or they "share".
+    `prompt_cache_key`: it "names" a session, or also "separates" as an API key does.
+    `ttl_s`: KV goes that long after it was saved, however often it is used; None: when room is needed.
+    """
+
+    api_keys: Literal["separate", "share"] = "separate"
+    prompt_cache_key: Literal["names", "separates"] = "names"
+    ttl_s: float | None = Field(default=None, gt=0)
+
+
 class QueueTable(_Table):
     """How many requests of one model wait, and for how long."""
 
@@ -111,6 +135,7 @@ class Settings(_Table):
     cors: CorsTable = CorsTable()
     limits: LimitsTable = LimitsTable()
     queue: QueueTable = QueueTable()
+    cache: CacheTable = CacheTable()
     models: Mapping[str, ModelTable] = {}
     aliases: Mapping[str, str] = {}
     keep_alive_s: float = 300
