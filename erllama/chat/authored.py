@@ -1,7 +1,8 @@
 """What callers wrote in a conversation's inputs: every text of it changed, nothing else.
 
 Messages (content, reasoning, names, ids, calls), tools, the answer's schema and the template's variables.
-What is not changed here a template can turn into control tokens, so whatever inputs come to have belongs here.
+What is not changed here a template can turn into control tokens, so whatever inputs come to have belongs
+here.
 """
 
 from __future__ import annotations
