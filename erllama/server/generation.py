@@ -7,13 +7,15 @@ import math
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import trio
 
 from erllama import Done, ThinkingEnd, Token, TokenId, ToolCallDelta
-from erllama.errors import ContextOverflow, EngineUnresponsive, StickyBusy
+from erllama.errors import ContextOverflow, EngineUnresponsive, InvalidContent, StickyBusy
 
 from .fit import without_oldest
+from .late_system import PROBE, is_taken, needs_care, with_reminders
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Hashable, Mapping
@@ -179,6 +181,7 @@ class Generator:
         self.pool = pool
         self.settings = settings
         self._metrics = metrics
+        self._takes_late: WeakKeyDictionary[Model, bool] = WeakKeyDictionary()
 
     @asynccontextmanager
     async def answer(
@@ -208,6 +211,8 @@ class Generator:
     async def _opened(self, lease: Lease, asked: Ask) -> AsyncIterator[Answer]:
         limits = self.settings.limits
         async with AsyncExitStack() as stack:
+            if asked.messages is not None:
+                asked = dataclasses.replace(asked, messages=await self.spoken(lease.model, asked.messages))
             started, ask, n_cut = trio.current_time(), asked, 0
             while True:
                 try:
@@ -243,6 +248,19 @@ class Generator:
                 yield answer
             if scope.cancelled_caught:
                 raise answer.overdue()
+
+    async def spoken(self, model: Model, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages as the model's template takes them: see `late_system`."""
+        if not needs_care(messages):
+            return messages
+        taken = self._takes_late.get(model)
+        if taken is None:
+            try:
+                taken = is_taken((await model.chat_apply(PROBE)).prompt)
+            except InvalidContent:
+                taken = False
+            self._takes_late[model] = taken
+        return messages if taken else with_reminders(messages)
 
     def _shorter(self, ask: Ask, why: ContextOverflow) -> Ask:
         may_cut = self.settings.fit_history if ask.may_cut is None else ask.may_cut

@@ -13,12 +13,16 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 import erllama
 from erllama.errors import InvalidOption, NotSupported
 
-from .body import check_count
+from .document import NOT_OFFERED
 from .duration import seconds_of
+from .embedding_models import opens_to_embed
 from .ollama_ask import chat_ask, generate_ask
 from .ollama_body import EmbedBody, GenerateBody, OllamaChatBody, OllamaEmbeddingsBody, ShowBody
+from .ollama_embeddings import ollama_embed, ollama_embeddings
 from .ollama_reply import OllamaReply
 from .pool import Entry
+from .presence import while_present
+from .record import record_of
 from .registry import Spec
 from .reply import AnswerReply
 from .service import session_of
@@ -55,19 +59,16 @@ def ollama_routes(service: Service) -> APIRouter:
         return AnswerReply(service.generator, ask, reply, stream=body.stream is not False)
 
     @router.post("/api/embed")
-    async def embed(body: EmbedBody) -> Response:
-        """Not supported yet."""
-        check_count(
-            "input", body.input if isinstance(body.input, list) else None, limits.max_embedding_inputs
-        )
-        service.spec(body.model)
-        raise NotSupported("embeddings are not supported yet")
+    async def embed(body: EmbedBody, request: Request) -> Response:
+        """Vectors of texts."""
+        return await while_present(request, lambda: ollama_embed(service, body, record_of(request.scope)))
 
     @router.post("/api/embeddings")
-    async def embeddings(body: OllamaEmbeddingsBody) -> Response:
-        """Not supported yet."""
-        service.spec(body.model)
-        raise NotSupported("embeddings are not supported yet")
+    async def embeddings(body: OllamaEmbeddingsBody, request: Request) -> Response:
+        """The vector of one text."""
+        return await while_present(
+            request, lambda: ollama_embeddings(service, body, record_of(request.scope))
+        )
 
     @router.get("/api/tags")
     async def tags() -> JSONResponse:
@@ -88,14 +89,15 @@ def ollama_routes(service: Service) -> APIRouter:
                 "missing parameter: 'model'", reason="missing_option", detail={"key": "model"}
             )
         spec = service.pool.resolver.resolve(body.model or body.name)
-        return JSONResponse(_shown(spec, service.pool.entry_of(spec)))
+        entry = service.pool.entry_of(spec)
+        return JSONResponse({**_shown(spec, entry), "capabilities": await _capabilities(spec, entry)})
 
     @router.get("/api/version")
     async def version() -> JSONResponse:
         """erllama's."""
         return JSONResponse({"version": erllama.__version__})
 
-    @router.get("/")
+    @router.get("/", response_class=PlainTextResponse)
     async def root() -> PlainTextResponse:
         """Some clients ask whether anybody is there."""
         return PlainTextResponse("erllama is running")
@@ -105,8 +107,10 @@ def ollama_routes(service: Service) -> APIRouter:
         raise NotSupported("models are not fetched or changed over HTTP yet; name them with -m or --config")
 
     for path in LATER:
-        router.add_api_route(path, later, methods=["POST"], name=path)
-    router.add_api_route("/api/delete", later, methods=["DELETE"], name="/api/delete")
+        router.add_api_route(path, later, methods=["POST"], name=path, status_code=501, responses=NOT_OFFERED)
+    router.add_api_route(
+        "/api/delete", later, methods=["DELETE"], name="/api/delete", status_code=501, responses=NOT_OFFERED
+    )
     return router
 
 
@@ -175,6 +179,17 @@ def _details(entry: Entry | None) -> dict[str, Any]:
     }
 
 
+async def _capabilities(spec: Spec, entry: Entry | None) -> list[str]:
+    """What a model can be asked for, as far as its file tells while it is not loaded."""
+    if entry is not None and entry.model is not None and entry.is_loaded:
+        info = entry.model.info()
+        generates, embeds = info.generates, info.embeddings is not None
+    else:
+        embeds = await opens_to_embed(spec)
+        generates = not embeds
+    return [name for name, there in (("completion", generates), ("embedding", embeds)) if there]
+
+
 def _shown(spec: Spec, entry: Entry | None) -> dict[str, Any]:
     details = _details(entry)
     known: dict[str, Any] = {}
@@ -187,5 +202,4 @@ def _shown(spec: Spec, entry: Entry | None) -> dict[str, Any]:
         "template": "",
         "details": details,
         "model_info": known,
-        "capabilities": ["completion"],
     }

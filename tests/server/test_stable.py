@@ -16,10 +16,11 @@ def system(text):
 @pytest.mark.parametrize(
     ("line", "note"),
     [
-        ("Current time: 2026-01-02 03:04:05", "any clock moved"),
-        ("The current date and time is Monday, 3 May 2027, 14:05 UTC.", "any clock moved"),
-        ("Today's date: 2026-01-02T03:04:05Z", "any clock moved"),
-        ("Token usage: 1234/200000; 198766 remaining", "any tokens moved"),
+        ("Current date and time: Monday, March 9, 2026 at 06:00:31 PM PDT", "any clock moved"),  # pi
+        ("The current date is 2025-05-04 12:30:00.", "any clock moved"),  # goose
+        ("**Current Time:** 18:00:31", "any clock moved"),  # Open WebUI
+        ("## Current Time\n2026-02-06 10:11 (Friday)", "any clock moved"),  # nanobot
+        ("## Current Date & Time\nSunday, February 2, 2026, 6:47 PM (Europe/Rome)", "any clock moved"),  # OpenClaw
     ],
 )
 def test_what_changes_with_each_request_goes_to_the_end(line, note):
@@ -41,7 +42,10 @@ def test_a_billing_line_is_dropped_and_an_empty_message_with_it():
 @pytest.mark.parametrize(
     "text",
     [
-        "Today's date: 2026-01-02",
+        "Today's date: Sun Jan 04 2026",
+        "Current date: 2026-01-02",
+        "Token usage: 1234/200000; 198766 remaining",
+        "## Current Date & Time\nTime zone: Europe/Rome",
         "The current time is shown by the clock tool.",
         "Explain token usage: it is what counts.",
         "At 12:30 we had lunch. Current time zones are many.",
@@ -62,5 +66,18 @@ def test_what_users_write_is_never_touched():
 
 def test_without_a_place_to_move_to_nothing_is_moved():
     """A conversation that ends with the assistant is gone on with as it is."""
-    messages = [system("Time: 12:34"), USER, {"role": "assistant", "content": "Well"}]
+    messages = [system("Current time: 12:34"), USER, {"role": "assistant", "content": "Well"}]
     assert stable_messages(messages) == (messages, ())
+
+
+def test_what_stands_behind_a_billing_line_stays():
+    """Where a proxy joined the blocks, the next one begins on the same line."""
+    line = "x-anthropic-billing-header: cc_version=2.1.123.5d3; cc_entrypoint=cli; cch=7b56f;You are an agent."
+    messages, _ = stable_messages([system(line), USER])
+    assert messages == [system("You are an agent."), USER]
+
+
+def test_only_the_head_is_changed():
+    """What was said in the middle stays there: the next turn finds it where it was."""
+    late = [system("Be kind."), USER, system("Current time: 12:34"), {"role": "assistant", "content": "Yes"}, USER]
+    assert stable_messages(late) == (late, ())
