@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
     from .pool import Lease, Loading, Pool
     from .settings import LimitsTable, Settings
 
+log = logging.getLogger("erllama.server")
 END_SESSION_S = 5.0
+SLOW_ADMISSION_S = 1.0  # rendering and handing over: longer says that the machine is overloaded
 LONGEST_TOKEN = 16  # characters
 ROOM_FOR_ANSWER = 4  # a history that is cut leaves this part of the context to the answer, or max_tokens
 
@@ -101,7 +104,7 @@ class Answer:
         return self.completion is not None and not self._ahead
 
     async def batch(self) -> list[Event]:
-        """The events that are there, at least one; no dialect tells ids, so `TokenId` is left out.
+        """The events that are there, at least one; a `TokenId` only if it has a log-probability to tell.
 
         A limit of time ends the answer's block, if `watch` runs. Cancellation: loses nothing.
         """
@@ -122,7 +125,10 @@ class Answer:
             self._has_begun = True
             for event in events:
                 kind = type(event)
+                # Two of three events are these, so they are told apart without a call.
                 if kind is Token or (kind is not TokenId and self._is_shown(event)):
+                    shown.append(event)
+                elif isinstance(event, TokenId) and event.logprob is not None:
                     shown.append(event)
         return shown
 
@@ -233,7 +239,7 @@ class Generator:
                         ask = self._shorter(ask, why)
                     else:
                         ask, n_cut = await _cut(lease.model, ask, why)
-            self._metrics.admitted("infer", trio.current_time() - started)
+            self._admitted(lease, trio.current_time() - started)
             scope = trio.CancelScope()
             answer = Answer(
                 lease,
@@ -261,6 +267,11 @@ class Generator:
                 taken = False
             self._takes_late[model] = taken
         return messages if taken else with_reminders(messages)
+
+    def _admitted(self, lease: Lease, seconds: float) -> None:
+        self._metrics.admitted("infer", seconds)
+        if seconds >= SLOW_ADMISSION_S:
+            log.warning("handing a request to %s took %.1f s", lease.model.model_id, seconds)
 
     def _shorter(self, ask: Ask, why: ContextOverflow) -> Ask:
         may_cut = self.settings.fit_history if ask.may_cut is None else ask.may_cut

@@ -323,3 +323,14 @@ async def test_a_model_that_is_still_being_freed_is_waited_for(crashed):
             hold.set()
         assert n_made == 2
         assert (await engine.model("m").complete("x", max_tokens=2)).stats.n_generated == 2
+
+
+async def test_a_slow_admission_is_logged(caplog, monkeypatch):
+    """With the model's name, once; and the histogram counts every one."""
+    monkeypatch.setattr("erllama.server.generation.SLOW_ADMISSION_S", 0.0)
+    async with serving() as scene:
+        with caplog.at_level("WARNING", "erllama.server"):
+            await scene.client.post(CHAT, json=chat_body())
+        assert [r.getMessage() for r in caplog.records if "handing a request to fake" in r.getMessage()]
+        text = (await scene.client.get("/metrics")).text
+        assert 'erllama_engine_admit_duration_seconds_count{op="infer"} 1.0' in text
