@@ -124,11 +124,10 @@ class Answer:
             assert events, "an answer ends with its completion or an error"
             self._has_begun = True
             for event in events:
-                kind = type(event)
-                # Two of three events are these, so they are told apart without a call.
-                if kind is Token or (kind is not TokenId and self._is_shown(event)):
-                    shown.append(event)
-                elif isinstance(event, TokenId) and event.logprob is not None:
+                # Most events are of these two kinds, so they are told apart without a call.
+                if type(event) is Token or (
+                    event.logprob is not None if isinstance(event, TokenId) else self._is_shown(event)
+                ):
                     shown.append(event)
         return shown
 

@@ -269,7 +269,7 @@ async def _write(wire: _Wire, data: bytes) -> None:
 
 
 async def _leave_with_client(receive: Receive, wire: _Wire, scope: trio.CancelScope) -> None:
-    """Cancel when the client is gone; not while the last bytes go out, for then the connection is closed too."""
+    """Cancel when the client is gone; the last bytes are not cut off, for the connection ends with them."""
     while (await receive())["type"] != "http.disconnect":
         pass
     if not wire.is_ending:

@@ -1,4 +1,4 @@
-"""What a connection does beneath HTTP's words: it is closed where it was to be, and bytes go out as they come."""
+"""Beneath HTTP: a connection is closed where it was to be, and bytes go out as they come."""
 
 from __future__ import annotations
 
