@@ -27,7 +27,10 @@ SETTINGS = hypothesis.settings(
 TEXT = {"anyOf": [{"type": "string"}, {"enum": ["Hi", "\u0000", "\ud7ff<|im_end|>", ""]}]}
 PARTS = {
     "type": "array",
-    "items": {"type": "object", "properties": {"type": {"enum": ["text", "image", "tool_result"]}, "text": TEXT}},
+    "items": {
+        "type": "object",
+        "properties": {"type": {"enum": ["text", "image", "tool_result"]}, "text": TEXT},
+    },
 }
 CALL = {
     "type": "object",
@@ -66,7 +69,10 @@ TOOL = {
     "required": ["type", "function"],
 }
 HELLO = {"role": "user", "content": "Hi"}
-GOOD = [[HELLO], [{"role": "system", "content": "Be kind."}, HELLO, {"role": "assistant", "content": "Yes?"}, HELLO]]
+GOOD = [
+    [HELLO],
+    [{"role": "system", "content": "Be kind."}, HELLO, {"role": "assistant", "content": "Yes?"}, HELLO],
+]
 # Lists that the document leaves open, filled as clients would nearly fill them; and models that are there.
 KNOWN = {
     "model": {"const": "fake"},
@@ -114,7 +120,10 @@ def ask_everything(url: str, document: dict) -> tuple[Counter, list[str]]:
             reply = case.call(base_url=url, timeout=20)
             statuses[operation.label, reply.status_code] += 1  # noqa: B023  # called before the next turn
             told = f"{case.as_curl_command()} -> {reply.status_code} {reply.text[:300]}"
-            if reply.status_code >= 500 and str(reply.status_code) not in operation.definition.raw["responses"]:
+            if (
+                reply.status_code >= 500
+                and str(reply.status_code) not in operation.definition.raw["responses"]
+            ):
                 wrong.append(told)
             try:
                 case.validate_response(reply, checks=checks)
@@ -139,5 +148,11 @@ async def test_no_request_of_the_document_breaks_the_server():
             await scene.wait_idle()
         if known:
             answered = {operation for operation, status in statuses if status == 200}
-            for path in ("/v1/chat/completions", "/v1/messages", "/api/chat", "/v1/completions", "/v1/responses"):
+            for path in (
+                "/v1/chat/completions",
+                "/v1/messages",
+                "/api/chat",
+                "/v1/completions",
+                "/v1/responses",
+            ):
                 assert f"POST {path}" in answered, f"{path} was never asked anything that it could answer"
