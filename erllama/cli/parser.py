@@ -292,7 +292,7 @@ def _add_bench(choices: Any) -> Parser:
         epilog=BENCH_EXAMPLES,
     )
     add = parser.add_argument
-    add("workloads", nargs="*", metavar="WORKLOAD", help="P1, P1b, P2 … P12, P14 … P18")
+    add("workloads", nargs="*", metavar="WORKLOAD", help="P1, P1b, P2 … P18")
     add("--vs", choices=("llama-server",), help="ask llama.cpp's server the same, in the same run")
     add("--quick", action="store_true", help="small sizes, one run, no bar judged")
     add(
