@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from .types import ChatMessage as ChatMessage
     from .types import Completion as Completion
     from .types import Done as Done
+    from .types import EmbeddingFacts as EmbeddingFacts
     from .types import Event as Event
     from .types import Exactness as Exactness
     from .types import Miss as Miss
@@ -147,6 +148,7 @@ _MODULES = {
         "ChatMessage",
         "Completion",
         "Done",
+        "EmbeddingFacts",
         "Event",
         "Exactness",
         "Miss",

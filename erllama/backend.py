@@ -4,9 +4,9 @@ The engine plans a `Step` (rows of several sequences), the backend computes it i
 every row that carries a sampler. `Backend` is the whole contract; only `open`, `close`, `step` and
 `cut` are required, and what a backend lacks surfaces as `NotSupported` where a caller asks for it.
 
-Thread: every method runs on the model's own thread, one call at a time, except `abort`, `piece`,
-`is_eog`, `tokenize`, `detokenize`, `new_sampler`, `chat_templates` and `special_texts`, which any thread may
-call at any time.
+Thread: every method runs on the model's own thread, one call at a time, except `abort`, `abort_embed`,
+`clear_abort_embed`, `piece`, `is_eog`, `tokenize`, `detokenize`, `new_sampler`, `chat_templates` and
+`special_texts`, which any thread may call at any time.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from .types import PartKind as PartKind  # part of the contract: what is exporte
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import numpy as np
+    import numpy.typing as npt
+
     from .errors import ErllamaError
-    from .types import TokenLogprob
+    from .types import EmbeddingFacts, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +83,8 @@ class BackendFacts:
     shape_hash: bytes | None = None  # whose KV this is; None: it is not kept
     compute_hash: bytes = b""  # what else decides its bits: processor variant, devices, threads
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    embeddings: EmbeddingFacts | None = None  # None: it was not opened for embeddings
+    generates: bool = True  # False: it gives embeddings and nothing else
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -194,6 +199,29 @@ class StepResult:
     sample_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class EmbedRow:
+    """Consecutive tokens of one input to embed: positions [pos, pos + len(tokens)).
+
+    At `pos` 0 a lane begins anew. With `is_last` the input's vector is wanted after them.
+    """
+
+    lane: int
+    pos: int
+    tokens: Sequence[int]
+    is_last: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbedResult:
+    """What came of `embed`: vectors (n_embd,) aligned with its rows, None for those that are not last."""
+
+    status: StepStatus
+    vectors: tuple[npt.NDArray[np.float32] | None, ...] = ()
+    rc: int = 0
+    compute_s: float = 0.0
+
+
 @runtime_checkable
 class Backend(Protocol):
     """A model that computes steps. See the module docstring for what is optional."""
@@ -275,6 +303,19 @@ class OptionalBackend(Backend, Protocol):
 
     def clear_abort(self) -> None:
         """Forget an earlier `abort`; called before a step is handed over, never by `step`. Any thread."""
+
+    def embed(self, rows: Sequence[EmbedRow], budget_s: float | None = None) -> EmbedResult:
+        """Compute rows of inputs, of which memory for generation knows nothing.
+
+        At most `EmbeddingFacts.n_lanes` rows of `n_rows` tokens together; a row that begins behind 0 comes
+        alone. After anything but OK every lane begins anew.
+        """
+
+    def abort_embed(self) -> None:
+        """Make the `embed` that runs, or is about to, end early with ABORTED. Any thread, no lock."""
+
+    def clear_abort_embed(self) -> None:
+        """Forget an earlier `abort_embed`; called before rows are handed over. Any thread."""
 
     def new_sampler(self, params: SamplingParams) -> Sampler:
         """A sampler chain. Raises `InvalidGrammar`.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 # Re-exported: whoever declares options of its own (the store, plugins) needs one import only.
@@ -44,6 +44,13 @@ def stop_strings(value: object) -> tuple[str, ...]:
     if not isinstance(items, Sequence) or not all(isinstance(s, str) and s for s in items):
         raise Rejected(wanted)
     return tuple(items)
+
+
+def functions(value: object) -> tuple[Callable[..., Any], ...]:
+    """A sequence of callables."""
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Sequence) or not all(map(callable, value)):
+        raise Rejected("a sequence of functions")
+    return tuple(value)
 
 
 def logit_biases(value: object) -> dict[int, float]:
@@ -191,7 +198,8 @@ class GenerationOptions:
 
     `json_schema`: the answer is JSON that satisfies it; `grammar`: the answer is of this GBNF grammar. With
     `thinking`, text between the model's `thinking_markers` arrives as `Thinking` events and is not in the
-    reply; `thinking_budget_tokens` (above 0) limits them.
+    reply; `thinking_budget_tokens` (above 0) limits them. `middleware` is around this call, and inside of the
+    engine's.
     """
 
     ELSEWHERE: ClassVar[Mapping[str, str]] = {
@@ -227,6 +235,7 @@ class GenerationOptions:
     parent_key: bytes | None = option(default=None, check=optional(binary))
     prefix_checkpoint_len: int | None = option(default=None, check=optional(integer(1)))
     exact: Literal["session", "cold"] | None = option(default=None, check=optional(choice("session", "cold")))
+    middleware: Sequence[Callable[..., Any]] = option(default=(), check=functions)
 
     def check_together(self) -> None:
         """Refuse two constraints at once."""
@@ -246,7 +255,8 @@ class EngineConfig:
     tier. `ram_spill`: the tier that gets what RAM has no room for. `lookup_log`: a file for `kvc sim`.
     `writer_max_concurrent`: saves written at once. `evict_save_timeout_s`: how long an unload waits for what
     is still to be saved. `chat_cache_size`: parsed chat templates kept, one a model.
-    `thinking_signing_key`: signs the end of thinking blocks.
+    `thinking_signing_key`: signs the end of thinking blocks. `middleware`: functions around every call of its
+    models (`erllama.middleware`), the first one outermost.
     """
 
     stream_buffer_events: int = option(default=256, check=integer(4))
@@ -258,3 +268,4 @@ class EngineConfig:
     evict_save_timeout_s: float = option(default=30.0, check=number(0))
     chat_cache_size: int = option(default=8, check=integer(1, 4096))
     thinking_signing_key: bytes | None = option(default=None, check=optional(binary))
+    middleware: Sequence[Callable[..., Any]] = option(default=(), check=functions)

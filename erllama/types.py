@@ -71,6 +71,28 @@ class Exactness:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingFacts:
+    """How a model that was loaded for embeddings makes its vectors.
+
+    `n_embd` numbers each; with pooling "rank" these are scores. `pooling`: how the vectors of an input's
+    tokens become one; "none" takes that of the last token. `n_rows` tokens of up to `n_lanes` inputs are
+    computed at once. An input may be as long as `n_ctx`; `whole`: and it must fit into `n_rows`.
+    """
+
+    n_embd: int
+    pooling: Literal["none", "mean", "cls", "last", "rank"]
+    n_ctx: int
+    n_rows: int
+    n_lanes: int
+    whole: bool
+
+    @property
+    def n_tokens_max(self) -> int:
+        """Tokens of the longest input."""
+        return min(self.n_ctx, self.n_rows) if self.whole else self.n_ctx
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheDelta:
     """Tokens taken from the cache or live cells at admission, and tokens stored on top."""
 

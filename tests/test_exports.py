@@ -14,7 +14,7 @@ PUBLIC = {
     # options
     "ContextOptions", "DiskTier", "EngineConfig", "ModelOptions", "RamFileTier", "RamTier", "SavePolicy",
     # results and events
-    "CacheDelta", "CacheHit", "Completion", "Done", "Event", "Exactness", "Miss",
+    "CacheDelta", "CacheHit", "Completion", "Done", "EmbeddingFacts", "Event", "Exactness", "Miss",
     "Prefilled", "Request", "Stats", "Token",
     "TokenId", "TokenLogprob",
     # chat

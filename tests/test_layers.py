@@ -40,6 +40,7 @@ BASE: dict[str, set[str]] = {
     "child": set(),
     "files": {"errors"},
     "checks": {"errors"},
+    "middleware": set(),
     "machine": set(),
     "sizes": set(),
     "options": {"checks", "errors", "machine"},
@@ -81,6 +82,7 @@ NO_TRIO = (
     *(f"kvcache/{name}.py" for name in PURE_STORE),
     *(
         "engine/admission.py",
+        "engine/embed_plan.py",
         "engine/planner.py",
         "engine/retokenise.py",
         "engine/sampling.py",

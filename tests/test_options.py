@@ -102,6 +102,8 @@ FIELDS = [
     (EngineConfig, "stream_buffer_events", [4, 256], [3, 0, None, INF]),
     (EngineConfig, "chat_cache_size", [1, 4096], [0, 4097, None, True]),
     (EngineConfig, "thinking_signing_key", [None, b"", b"k"], ["k", 3]),
+    (EngineConfig, "middleware", [(), [print]], [print, "x", [3], {"a": print}, None]),
+    (GenerationOptions, "middleware", [(), [print]], [print, "x", [3], {"a": print}, None]),
     (EngineConfig, "tiers", [(), []], ["disk", b"disk", 1, None]),
     (EngineConfig, "ram_max_bytes", [0, 1 << 40], [-1, None, 1.5]),
     (EngineConfig, "ram_spill", [None, "kv"], [1, b"kv"]),
@@ -250,6 +252,7 @@ DEFAULTS = {
         "parent_key": None,
         "prefix_checkpoint_len": None,
         "exact": None,
+        "middleware": (),
     },
     EngineConfig: {
         "stream_buffer_events": 256,
@@ -261,6 +264,7 @@ DEFAULTS = {
         "evict_save_timeout_s": 30.0,
         "chat_cache_size": 8,
         "thinking_signing_key": None,
+        "middleware": (),
     },
 }
 

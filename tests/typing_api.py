@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import assert_type
 
+import numpy as np
+import numpy.typing as npt
+
 import erllama
 from erllama import (
     CacheHit,
@@ -16,6 +19,7 @@ from erllama import (
     Completion,
     ContextOptions,
     Done,
+    EmbeddingFacts,
     Engine,
     Miss,
     Model,
@@ -141,3 +145,10 @@ async def chatting(model: Model) -> None:
                     assert_type(arguments, str)
                 case _:
                     pass
+
+
+async def embedding(model: Model) -> None:
+    """Vectors of float32."""
+    assert_type(await model.embed("text"), npt.NDArray[np.float32])
+    assert_type(await model.embed_batch(["text", [1, 2]]), npt.NDArray[np.float32])
+    assert_type(model.info().embeddings, EmbeddingFacts | None)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gguf import GGUFWriter
-from tiny_vocab import N_VOCAB, Vocab, bpe_vocab, spm_vocab
+from tiny_vocab import N_VOCAB, Vocab, bpe_vocab, spm_vocab, wpm_vocab
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -239,6 +239,59 @@ def embedding() -> Tiny:
     return tiny
 
 
+def bert() -> Tiny:
+    """A bidirectional encoder with learned positions, WordPiece and the first token's vector."""
+    n_ctx = 128
+    tiny = _new(
+        "bert", 12, vocab=wpm_vocab(), context_length=n_ctx, attention__layer_norm_epsilon=1e-5,
+        attention__causal=False, pooling_type=2, attention__head_count_kv=N_HEAD,
+    )  # fmt: skip
+    tiny.weight("token_embd", N_EMBD, N_VOCAB, gain=np.sqrt(N_EMBD))
+    tiny.weight("position_embd", N_EMBD, n_ctx, gain=np.sqrt(N_EMBD))
+    tiny.weight("token_types", N_EMBD, 2)
+    _norm_with_bias(tiny, "token_embd_norm")
+    for il in range(N_LAYER):
+        block = f"blk.{il}"
+        tiny.attention(block, n_kv=N_HEAD)
+        _norm_with_bias(tiny, f"{block}.attn_output_norm")
+        tiny.weight(f"{block}.ffn_up", N_EMBD, N_FF)
+        tiny.weight(f"{block}.ffn_down", N_FF, N_EMBD)
+        _norm_with_bias(tiny, f"{block}.layer_output_norm")
+    return tiny
+
+
+def positions() -> Tiny:
+    """GPT-2: a generator with learned positions, of which there are 128."""
+    tiny = _new(
+        "gpt2", 13, context_length=128, attention__layer_norm_epsilon=1e-5, attention__head_count_kv=N_HEAD
+    )
+    tiny.embeddings()
+    tiny.constant("output_norm.bias", N_EMBD, 0.0)
+    tiny.weight("position_embd", N_EMBD, 128, gain=np.sqrt(N_EMBD))
+    for il in range(N_LAYER):
+        block = f"blk.{il}"
+        for name, n_in, n_out in (
+            ("attn_qkv", N_EMBD, 3 * N_EMBD),
+            ("attn_output", N_EMBD, N_EMBD),
+            ("ffn_up", N_EMBD, N_FF),
+            ("ffn_down", N_FF, N_EMBD),
+        ):
+            tiny.weight(f"{block}.{name}", n_in, n_out)
+            tiny.constant(f"{block}.{name}.bias", n_out, 0.0)
+        _norm_with_bias(tiny, f"{block}.attn_norm")
+        _norm_with_bias(tiny, f"{block}.ffn_norm")
+    return tiny
+
+
+def reranker() -> Tiny:
+    """The encoder with a head that gives one score."""
+    tiny = bert()
+    tiny.meta["pooling_type"] = 4
+    tiny.weight("cls", N_EMBD, N_EMBD)
+    tiny.weight("cls.output", N_EMBD, 1)
+    return tiny
+
+
 def _norm_with_bias(tiny: Tiny, name: str) -> None:
     tiny.norm(name)
     tiny.constant(f"{name}.bias", N_EMBD, 0.0)
@@ -290,6 +343,9 @@ KINDS: dict[str, Callable[[], Tiny]] = {
         hybrid,
         hybrid_window,
         embedding,
+        bert,
+        reranker,
+        positions,
         encdec,
         diffusion,
         unknown_arch,

@@ -44,8 +44,8 @@ MEANINGS: dict[type, dict[str, str]] = {
         "type_k": "element type of the cached keys; `q8_0` halves them",
         "type_v": "element type of the cached values",
         "kv_unified": "one cache for all sequences (prefixes can be shared) instead of one each",
-        "embeddings": "not supported yet: True raises `NotSupported` at load",
-        "pooling": "not supported yet: anything but None raises `NotSupported` at load",
+        "embeddings": "whether `embed` can be asked; see [embeddings](../guides/embeddings.md)",
+        "pooling": "how the vectors of an input's tokens become one; None: as the model says",
         "prefill_chunk_size": "prompt tokens of one request per step; `math.inf`: no limit; None: a quarter "
         "of `n_batch`, a multiple of 64",
         "step_target_s": "how long a step should take at most while others wait for a token",

@@ -157,3 +157,43 @@ def _join(parts: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
         else:
             out.append(part)
     return tuple(out)
+
+
+class WordPieceVocab(Vocab):
+    """What an encoder's tokenizer section holds: no chat template, and other special tokens."""
+
+    def write(self, writer: GGUFWriter) -> None:
+        """Add the tokenizer keys to `writer`."""
+        writer.add_tokenizer_model(self.model)
+        writer.add_tokenizer_pre("default")
+        writer.add_token_list(self.tokens)
+        writer.add_token_types(self.types)
+        writer.add_token_type_count(2)
+        writer.add_pad_token_id(self.tokens.index("[PAD]"))
+        writer.add_unk_token_id(self.tokens.index("[UNK]"))
+        writer.add_bos_token_id(self.tokens.index("[CLS]"))
+        writer.add_sep_token_id(self.tokens.index("[SEP]"))
+        writer.add_mask_token_id(self.tokens.index("[MASK]"))
+
+
+def wpm_vocab() -> Vocab:
+    """WordPiece style: whole words and pieces of them; what begins a word is written with U+2581."""
+    special = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+    chars = [chr(c) for c in range(33, 127) if not chr(c).isupper()]
+    counts = Counter(re.findall(r"[a-z]+", CORPUS.lower()))
+    words = sorted((word for word in counts if len(word) > 1), key=lambda word: (-counts[word], word))
+    pieces = [*(f"▁{c}" for c in chars), *(c for c in chars if c.isalnum()), *(f"▁{w}" for w in words)]
+    tokens = [*special, *pieces][:N_VOCAB]
+    tokens += [f"[unused{i}]" for i in range(N_VOCAB - len(tokens))]
+    return WordPieceVocab(
+        model="bert",
+        tokens=tokens,
+        types=[
+            TokenType.CONTROL,
+            TokenType.UNKNOWN,
+            *[TokenType.CONTROL] * 3,
+            *[TokenType.NORMAL] * (N_VOCAB - len(special)),
+        ],
+        merges=[],
+        scores=[],
+    )

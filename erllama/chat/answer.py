@@ -31,6 +31,7 @@ ID_LENGTH = 9  # Mistral's templates take no other
 ID_LETTERS = string.ascii_letters + string.digits
 NOTHING: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
 PARSES = 256  # an answer is parsed again when it has grown by this part of its length
+SLOW_S = 0.002  # a parse that took so long may take as long again
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +85,15 @@ class Answer:
         self._read_to = 0
         self._calls: list[_Call] = []
         self.parse_s = 0.0
+        self._last_parse_s = 0.0
         begun = self._parse(partial=True) if params.prefilled else None
         self._content = self._begun_content = begun["content"] if begun else ""
         self._reasoning = self._begun_reasoning = begun["reasoning_content"] if begun else ""
+
+    @property
+    def text(self) -> str:
+        """What was generated so far."""
+        return self._text
 
     def __enter__(self) -> Answer:
         return self
@@ -94,10 +101,18 @@ class Answer:
     def __exit__(self, *_: object) -> None:
         self._parser.close()
 
+    def is_slow(self, n_more: int | None = None) -> bool:
+        """Whether to take so many characters more, or to finish, will take longer than `SLOW_S`."""
+        return self._last_parse_s >= SLOW_S and (n_more is None or self._is_due(n_more))
+
+    def _is_due(self, n_more: int = 0) -> bool:
+        n = len(self._text) + n_more
+        return n - self._parsed_at >= n // PARSES
+
     def feed(self, text: str) -> list[Delta]:
         """Take more text; return what may be shown of it now."""
         self._text += text
-        if len(self._text) - self._parsed_at < len(self._text) // PARSES:
+        if not self._is_due():
             return []
         parsed = self._parse(partial=True)
         return [] if parsed is None else self._deltas(parsed, final=False)
@@ -157,7 +172,8 @@ class Answer:
             log.debug("%s", why)
             return None
         finally:
-            self.parse_s += time.perf_counter() - started
+            self._last_parse_s = time.perf_counter() - started
+            self.parse_s += self._last_parse_s
         self._read, self._read_to = parsed, len(self._text)
         return parsed
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from erllama.backend import Guide, ThinkingSpan
-from erllama.errors import InvalidContent, InvalidGrammar, InvalidOption, NotSupported
+from erllama.errors import InvalidContent, InvalidOption, NotSupported
 from erllama.llama.chat import PATTERN, PATTERN_FULL, WORD
 
 from .authored import Marked, Neutral, changed_inputs, without_escapes
 from .grammar import schema_text, sealed
+from .history import with_calls_as_sampled
 from .markup import choose_mark, continued, unescaped
 from .messages import check_messages, is_prefilled
 from .options import ChatOptions, schema_of
@@ -87,6 +88,7 @@ class Renderer:
         started = time.perf_counter()
         checked = [self._unhidden(message) for message in check_messages(messages)]
         tools = check_tools(options.tools, options.tool_choice)
+        checked = with_calls_as_sampled(checked, tools)
         schema = schema_of(options.response_format, json_schema)
         _check_together(tools, schema, grammar)
         inputs = self._inputs(checked, tools, options, schema)
@@ -148,10 +150,12 @@ class Renderer:
         if tools.shown == tools.enforced:
             return inputs, applied.prompt
         shown = {**inputs, "tools": list(tools.shown)}
-        try:
-            return shown, self._template.native.apply(shown).prompt
-        except InvalidGrammar:  # a schema that the converter stops at
-            return inputs, applied.prompt
+        return shown, self._prompt_of(shown)
+
+    def _prompt_of(self, inputs: dict[str, Any]) -> str:
+        """The prompt alone: nothing is converted to a grammar, which no prompt depends on."""
+        alone = {key: value for key, value in inputs.items() if key != "json_schema"}
+        return self._template.native.apply({**alone, "tool_choice": "none"}).prompt
 
     # --- tokens ---
 
@@ -186,16 +190,12 @@ class Renderer:
         text; where that is another number, a text would become a token in a way not known here.
         """
         markup, spared = self._template.markup, self._template.spared
-        alone = {key: value for key, value in inputs.items() if key != "json_schema"}  # only the grammar's
-        neutral = changed_inputs(alone, Neutral(markup, spared))
-        if neutral == alone:
+        neutral = changed_inputs(inputs, Neutral(markup, spared))
+        if neutral == inputs:
             return prompt
-        split = changed_inputs(alone, Marked(markup, mark, spared))
-        try:
-            marked = prompt if split == alone else unescaped(self._template.native.apply(split).prompt, mark)
-            own = self._template.native.apply(neutral).prompt
-        except InvalidGrammar:
-            raise _becomes_markup() from None
+        split = changed_inputs(inputs, Marked(markup, mark, spared))
+        marked = prompt if split == inputs else unescaped(self._prompt_of(split), mark)
+        own = self._prompt_of(neutral)
         n_whole = sum(len(markup.places(piece)) for piece in marked.split(mark))
         if marked.replace(mark, "") != prompt or n_whole != len(markup.places(own)):
             raise _becomes_markup()
@@ -268,6 +268,16 @@ def _begins_thinking(applied: llama.Applied) -> bool:
     return bool(start) and not any(end in begun for end in applied.thinking_ends)
 
 
+def _can_call(template: Template, applied: llama.Applied, tools: Tools) -> bool:
+    """Whether the answer can call tools where that is asked for."""
+    match tools.choice:
+        case "none":
+            return True
+        case "required":  # upstream makes a grammar without calls for parsers that know of none
+            return any(name in applied.grammar for name in tools.names)
+    return bool(applied.grammar) or template.renders_tools
+
+
 def _becomes_markup() -> InvalidContent:
     return InvalidContent(
         "a message or tool has the text of a control token, and this model's chat template would make it one"
@@ -289,8 +299,7 @@ def _check_supported(
     template: Template, applied: llama.Applied, messages: list[dict[str, Any]], tools: Tools
 ) -> None:
     """What a template passes over in silence is refused: the caller would wait for an effect."""
-    silent = not template.renders_tools or tools.choice == "required"
-    if tools.enforced and tools.choice != "none" and not applied.grammar and silent:
+    if tools.enforced and not _can_call(template, applied, tools):
         raise NotSupported("this model's chat template has no way to call tools", detail="tools")
     has_calls = any(message.get("tool_calls") for message in messages)
     if has_calls and not template.renders_calls:

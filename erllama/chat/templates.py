@@ -74,27 +74,57 @@ def _shows(inputs: dict[str, Any], native: llama.ChatTemplates) -> bool:
 
 
 class TemplateCache:
-    """At most `capacity` templates, the longest unused goes first. Any thread."""
+    """At most `capacity` templates, the longest unused goes first. Any thread.
+
+    Only those wait for a template that want that one: `purge` waits for nobody.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._lock = threading.Lock()
-        self._kept: OrderedDict[Hashable, Template] = OrderedDict()
+        self._kept: OrderedDict[Hashable, _Slot] = OrderedDict()
         self.n_made = 0
 
     def get(self, key: Hashable, make: Callable[[], Template]) -> Template:
         """The template of that key; `make` runs if it is not kept, for one caller at a time."""
+        slot = self._slot(key)
+        try:
+            with slot.lock:
+                if slot.template is None:
+                    slot.template = make()
+                    self._count()
+                return slot.template
+        except BaseException:
+            self._drop(key, slot)
+            raise
+
+    def purge(self, key: Hashable) -> bool:
+        """Forget one; whoever is using or making it goes on. False if it was not kept."""
         with self._lock:
-            found = self._kept.get(key)
-            if found is None:
-                found = self._kept[key] = make()
-                self.n_made += 1
+            slot = self._kept.pop(key, None)
+        return slot is not None and slot.template is not None
+
+    def _slot(self, key: Hashable) -> _Slot:
+        with self._lock:
+            slot = self._kept.setdefault(key, _Slot())
             self._kept.move_to_end(key)
             while len(self._kept) > self._capacity:
                 self._kept.popitem(last=False)
-            return found
+            return slot
 
-    def purge(self, key: Hashable) -> bool:
-        """Forget one; whoever is using it goes on. False if it was not kept."""
+    def _drop(self, key: Hashable, slot: _Slot) -> None:
         with self._lock:
-            return self._kept.pop(key, None) is not None
+            if self._kept.get(key) is slot and slot.template is None:
+                del self._kept[key]
+
+    def _count(self) -> None:
+        with self._lock:
+            self.n_made += 1
+
+
+class _Slot:
+    """The place of a template, which whoever comes first fills."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.template: Template | None = None

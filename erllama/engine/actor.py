@@ -1,8 +1,9 @@
 """The actor of one model: the only writer of its sequences.
 
 One turn of the loop: sweep out who was cancelled, admit who fits, plan a step, run it on the model's
-own thread, apply the result, deliver. Everything between two awaits is sync, so clients may submit
-and cancel at any moment, also while a step runs: they only ever touch the queue and a flag.
+own thread, apply the result, deliver. Where nobody waits, steps follow each other there (`burst`). Everything
+between two awaits is sync, so clients may submit and cancel at any moment, also while a step runs: they only
+ever touch the queue and flags.
 
 Rule 1: a step in flight is aborted early only if every row of it belongs to cancelled requests.
 Rule 2: after an abort each sequence is repaired from what memory really holds; the context is rebuilt
@@ -36,6 +37,7 @@ from erllama.errors import (
 )
 
 from .admission import Lanes
+from .burst import Burst, n_steps
 from .cold import ColdPromise, cold_piece
 from .hits import HitBook
 from .model_thread import ModelThread
@@ -221,8 +223,9 @@ class Actor:
         return [s for s in self.sequences() if s.options.session_id == session_id and not s.cancelled]
 
     def wake(self) -> None:
-        """Something changed that may make a step possible."""
+        """Something changed that may make a step possible, or another one than those planned."""
         self._wakeup.set()
+        self._thread.pause()
 
     def statistics(self) -> ActorStatistics:
         """A consistent reading; never waits."""
@@ -490,25 +493,20 @@ class Actor:
             exact=self._lanes.runs_alone,
         )
         stepping = list(self._in_flight)
+        burst = self._burst(shares)
         try:
-            with self._lanes.reserving(n_tokens):
-                result = await self._thread.step(step)
+            with self._lanes.reserving(n_tokens * (1 if burst is None else burst.n_steps)):
+                result = await (self._thread.step(step) if burst is None else self._thread.steps(step, burst))
         except ErllamaError as error:
             # Memory that could not be set right before the step is not the fault of who steps.
             await self._recovery.rebuild(error, stepping, innocent=self._thread.is_broken)
             return
         finally:
             self._in_flight = []
-        self._compute_s += result.compute_s
-        self._sample_s += result.sample_s
+        self._count_time(result)
         match result.status:
             case StepStatus.OK:
-                self._n["steps"] += 1
-                self._n["decode_rows"] += n_decode
-                self._n["prefill_tokens"] += n_prefill
-                self._pace.observe(n_decode, n_prefill, result.compute_s)
-                self._squeeze = self._stalled_since = None
-                self._unasked_aborts = 0
+                self._count_step(n_decode, n_prefill, result)
                 self._apply(shares, result)
             case StepStatus.NO_ROOM:
                 self._n["refused_steps"] += 1
@@ -530,15 +528,53 @@ class Actor:
             case StepStatus.FATAL:
                 await self._recovery.rebuild(DecodeFailed(rc=result.rc), stepping)
 
+    def _burst(self, shares: list[Share]) -> Burst | None:
+        """What may follow a step without asking here; None if nothing may."""
+        lanes = self._lanes
+        if (
+            len(shares) < len(lanes.running)
+            or lanes.waiting
+            or lanes.parked
+            or self._stalled_since is not None
+            or not self._thread.runs_beside
+        ):
+            return None
+        block = None if self.cache is None else self.cache.policy.block_tokens
+        n = n_steps(self._in_flight, lanes.n_free_cells, block)
+        return None if n < 2 else Burst(n, self._is_eog, lambda result: self._apply_followed(shares, result))
+
     # --- what a step changes ---
 
-    def _apply(self, shares: list[Share], result: StepResult) -> None:
+    def _count_time(self, result: StepResult) -> None:
+        self._compute_s += result.compute_s
+        self._sample_s += result.sample_s
+
+    def _count_step(self, n_decode: int, n_prefill: int, result: StepResult) -> None:
+        self._n["steps"] += 1
+        self._n["decode_rows"] += n_decode
+        self._n["prefill_tokens"] += n_prefill
+        self._pace.observe(n_decode, n_prefill, result.compute_s)
+        self._squeeze = self._stalled_since = None
+        self._unasked_aborts = 0
+
+    def _apply_followed(self, shares: list[Share], result: StepResult) -> None:
+        """A step of a burst, while the next one runs."""
+        self._count_time(result)
+        self._count_step(len(shares), 0, result)
+        self._apply(shares, result, followed=True)
+
+    def _apply(self, shares: list[Share], result: StepResult, *, followed: bool = False) -> None:
+        """`followed`: the next step began with what was sampled, so it is known even of who has left."""
         now = trio.current_time()
         for share, sampled in zip(shares, result.sampled, strict=True):
             seq = self._lanes.running[share.slot]
-            seq.computed(share.start + share.n, now)
+            seq.computed(share.n, now)
             if self._saver is not None and seq.options.cache == "on":
                 self._saver.plan_blocks(seq)
+            if followed:
+                assert isinstance(sampled, Sampled)
+                self._accept(seq, sampled, now, is_eog=False)
+                continue
             if seq.cancelled or not share.sampled:
                 continue
             if not seq.purpose.samples:
@@ -549,14 +585,13 @@ class Actor:
             if isinstance(sampled, ErllamaError):
                 self._lanes.release(seq.fail(sampled))
                 continue
-            self._accept(seq, sampled, now)
+            self._accept(seq, sampled, now, is_eog=self._is_eog(sampled.token))
         for seq in self._lanes.running.values():
             if not seq.cancelled:  # a cancelled one did not take its token
                 seq.check()
 
-    def _accept(self, seq: Sequence, sampled: Sampled, now: float) -> None:
-        token = sampled.token
-        reason = seq.accept(sampled, piece=self._piece(token), is_eog=self._is_eog(token), now=now)
+    def _accept(self, seq: Sequence, sampled: Sampled, now: float, *, is_eog: bool) -> None:
+        reason = seq.accept(sampled, piece=self._piece(sampled.token), is_eog=is_eog, now=now)
         if reason is not None:
             self._finish(seq, reason)
 

@@ -1,9 +1,10 @@
 """Does a warm run of a prompt give the bits of a cold one? Tried once, and the verdict remembered.
 
-A prompt of a piece, a rest and a last token is computed as `exact="cold"` computes it, in the context as it
-is. Then the memory is dirtied and emptied, the piece is computed again, which must give the same bytes, and
-after another emptying it is restored instead and the rest computed behind it: the last token's logits must
-be the first ones, bit for bit.
+A prompt of pieces, a rest and a last token is computed as `exact="cold"` computes it, in the context as it
+is; with a window, enough pieces that its ring has started over. Then the memory is dirtied and emptied, the
+first piece is computed again, which must give the same bytes, and after another emptying all pieces are
+restored instead and the rest computed behind them: the last token's logits must be the first ones, bit for
+bit.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from erllama.types import PartKind
 
 from .llama_parts import SCRATCH
 from .trial import Feeder, Mismatch, ordinary_tokens, verdict
+from .window_places import ring_size
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 N_REST = 70  # more rows than the smallest piece, and no multiple of it
 SEQ_ID = SCRATCH + 1
+TRIAL = 2  # of what is tried; a verdict of another one is none
 
 
 class ColdProbe:
@@ -47,14 +50,22 @@ class ColdProbe:
         self._context = context
         self._feeder = Feeder(context, batch, SEQ_ID if parts is not None else 0)
         self._piece = piece
-        self._n = min(n_ctx - 1, piece + N_REST)
         self._parts = parts
         self._kinds = [] if layout is None else [PartKind[name.upper()] for name in layout.parts]
+        self._n_head = self._pieces_for(n_ctx) if parts is not None else piece
+        self._n = min(n_ctx - 1, self._n_head + N_REST)
         tokens = ordinary_tokens(context.model, self._n + 1)
-        self._head, self._rest, self._last = tokens[:piece], tokens[piece : self._n], tokens[-1:]
+        self._head, self._rest, self._last = tokens[: self._n_head], tokens[self._n_head : self._n], tokens[-1:]
+
+    def _pieces_for(self, n_ctx: int) -> int:
+        """Tokens of whole pieces: one, or so many that all of a window was computed in a ring that was full."""
+        window, piece = self._context.model.facts.n_swa, self._piece
+        least = ring_size(self._context) + window if window else piece
+        most = max(1, (n_ctx - 2) // piece) * piece
+        return min(most, -(-least // piece) * piece)
 
     def failure(self, remembered: Path) -> str | None:
-        """Why warm bits are not cold bits here; None if they are. Blocks for about three prefills.
+        """Why warm bits are not cold bits here; None if they are. Blocks for about two prefills.
 
         Raises: `LoadCancelled` if a decode is aborted.
         """
@@ -63,16 +74,18 @@ class ColdProbe:
     def _run(self) -> None:
         if not self._rest:
             return  # no prompt that fits is longer than a piece: nothing is ever reused
-        memory = self._context.memory
+        memory, piece = self._context.memory, self._piece
         memory.clear(data=False)
-        self._feeder.feed(self._head, 0)
-        saved = self._export()
+        self._compute(0, piece)
+        first = self._export(piece)
+        self._compute(piece, self._n_head)
+        saved = self._export(self._n_head)
         expected = self._finish()
         memory.clear(data=False)
         self._feeder.feed(self._rest[::-1], 0)
         memory.clear(data=False)
-        self._feeder.feed(self._head, 0)
-        if self._export() != saved:
+        self._compute(0, piece)
+        if self._export(piece) != first:
             raise Mismatch("a prompt computed again in an emptied context leaves other KV")
         if self._parts is not None:
             memory.clear(data=False)
@@ -80,25 +93,29 @@ class ColdProbe:
         if not np.array_equal(self._finish(), expected):
             raise Mismatch("a restored prompt gives other logits than a computed one")
 
+    def _compute(self, start: int, end: int) -> None:
+        for at in range(start, end, self._piece):
+            self._feeder.feed(self._head[at : at + self._piece], at)
+
     def _finish(self) -> npt.NDArray[np.float32]:
-        self._feeder.feed(self._rest, self._piece)
+        self._feeder.feed(self._rest, self._n_head)
         return self._feeder.feed(self._last, self._n)
 
-    def _export(self) -> dict[PartKind, bytes]:
+    def _export(self, n: int) -> dict[PartKind, bytes]:
         saved = {}
         for kind in self._kinds:
             assert self._parts is not None
-            into = bytearray(self._parts.export_bytes(SEQ_ID, 0, self._piece, kind))
-            if not into or not self._parts.export(SEQ_ID, 0, self._piece, memoryview(into), kind):
-                raise Mismatch(f"the {kind.name} part of a piece cannot be saved")
+            into = bytearray(self._parts.export_bytes(SEQ_ID, 0, n, kind))
+            if not into or not self._parts.export(SEQ_ID, 0, n, memoryview(into), kind):
+                raise Mismatch(f"the {kind.name} part of {n} tokens cannot be saved")
             saved[kind] = bytes(into)
         return saved
 
     def _restore(self, saved: dict[PartKind, bytes]) -> None:
         assert self._parts is not None
-        whole = 0, self._piece
+        whole = 0, self._n_head
         for kind, data in saved.items():
             if not self._parts.import_(SEQ_ID, whole, whole, memoryview(data), kind):
-                raise Mismatch(f"the {kind.name} part of a piece cannot be restored")
-        if not self._parts.is_at(SEQ_ID, self._piece):
-            raise Mismatch("a restored piece cannot go on")
+                raise Mismatch(f"the {kind.name} part of {self._n_head} tokens cannot be restored")
+        if not self._parts.is_at(SEQ_ID, self._n_head):
+            raise Mismatch(f"{self._n_head} restored tokens cannot go on")

@@ -18,6 +18,7 @@ from erllama.errors import InvalidOption, NotSupported
 from .actor import Actor
 from .bare import bare_errors
 from .cold import ColdPromise
+from .embedder import Embedder
 from .home import current_home
 from .runner import InlineRunner, Runner, ThreadRunner
 
@@ -56,6 +57,9 @@ class Handle:
         self.deterministic = deterministic  # whether they may not say anything else
         self.loaded_at = time.monotonic()
         self.actor = Actor(model_id, backend, facts, options, runner, cache, cold)
+        self.embedder: Embedder | None = None  # None: this model gives no embeddings
+        if facts.embeddings is not None:
+            self.embedder = Embedder(model_id, backend, facts, options, runner, self._is_generating)
         self.closed = trio.Event()
         self.stopping = False  # no new requests, no reads
         self.gone = "was unloaded"  # what became of it, once it is stopping
@@ -103,6 +107,8 @@ class Handle:
                     detail={"key": "n_batch", "value": facts.n_batch},
                 )
             promise = ColdPromise(backend, facts)
+            if not facts.generates:
+                promise.learned("it only embeds")
             if exact == "cold":
                 await _prove(promise, backend, runner, model_id)
             if on_progress is not None:
@@ -123,6 +129,8 @@ class Handle:
         try:
             with self._scope, bare_errors():
                 async with trio.open_nursery() as nursery:
+                    if self.embedder is not None:
+                        nursery.start_soon(self.embedder.run)
                     await self.actor.run(nursery)
         except BaseException:
             if not self.stopping:  # cancelled from outside, perhaps as a group
@@ -150,6 +158,9 @@ class Handle:
         if method is None:
             raise NotSupported(f"the backend of {self.model_id!r} has no {name}", detail=name)
         return method
+
+    def _is_generating(self) -> bool:
+        return bool(self.actor.n_requests)
 
     @property
     def phase(self) -> Literal["idle", "prefilling", "generating"]:

@@ -16,25 +16,30 @@ import psutil
 
 from erllama import llama
 from erllama.backend import BackendFacts, MemoryKind, PartKind, StepResult, StepStatus
-from erllama.errors import HandleClosed, LoadCancelled, NotSupported
+from erllama.errors import HandleClosed, InvalidOption, LoadCancelled, NotSupported
 from erllama.kvcache.key import control_piece
+from erllama.llama.template_trial import check_ends
 from erllama.llama.variant import cache_dir
+from erllama.options import INT32_MAX
 
 from .cold import cold_piece
-from .cold_probe import ColdProbe
+from .cold_probe import TRIAL, ColdProbe
 from .fingerprint import file_sha256, model_files, shape_hash
 from .governor import ThreadGovernor
+from .llama_embedder import LlamaEmbedder
 from .llama_parts import FORMAT, PartMover, layout_of, why_no_layout
-from .llama_sampler import LlamaSampler, sample_rows
+from .llama_sampler import LlamaSampler, decode_rows
 from .memory_check import MemoryCheck
 from .native_params import N_SCRATCH, native_params, sampling_defaults, warn_of_what_will_disappoint
 from .permit import PROCESS_PERMIT
+from .return_code import status_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from erllama.backend import Layout, Row, SamplingParams, Step
+    from erllama.backend import EmbedResult, EmbedRow, Layout, Row, SamplingParams, Step
     from erllama.options import ContextOptions, ModelOptions
+    from erllama.types import EmbeddingFacts
 
 log = logging.getLogger("erllama.engine")
 
@@ -53,6 +58,7 @@ class LlamaBackend:
         self._model: llama.Model | None = None
         self._context: llama.Context | None = None
         self._batch: llama.Batch | None = None
+        self._embedder: LlamaEmbedder | None = None
         self._parts: PartMover | None = None
         self._layout: Layout | None = None
         self._not_kept: str | None = None
@@ -76,28 +82,42 @@ class LlamaBackend:
         self._permit.give_up()
         if (context := self._context) is not None:
             context.abort.raise_flag()
+        self.abort_embed()
 
     def open(self) -> BackendFacts:
-        """Load the weights and make the context.
+        """Load the weights and make the contexts: to generate, and to embed if that is wanted.
 
-        Raises: `MalformedGguf`, `NotSupported` (architectures that cannot generate), `LoadFailed`,
-        `ModelWouldOom`, `NativeLibraryError`.
+        Raises: `MalformedGguf`, `NotSupported` (architectures that cannot generate), `InvalidOption`,
+        `LoadFailed`, `ModelWouldOom`, `NativeLibraryError`.
         """
-        if self._options.embeddings or self._options.pooling is not None:
-            raise NotSupported("embeddings and pooling: erllama cannot embed yet; leave them out to generate")
+        options = self._options
+        if options.pooling is not None and not options.embeddings:
+            raise InvalidOption(
+                f"pooling={options.pooling!r} has no effect without embeddings=True",
+                detail={"key": "pooling", "value": options.pooling},
+            )
         self._model = model = llama.Model.open(self._path, self._model_options, progress=self._progress)
         self._params = native_params(self._options, model.facts)
+        embeddings = None
+        if options.embeddings:
+            self._embedder = LlamaEmbedder(self._path, model, options, self._new_governor())
+            embeddings = self._embedder.open()
+            if self._embedder.only_embeds:
+                return self._facts_of_embedder(embeddings)
         self._context = context = self._open_context(model)
         warn_of_what_will_disappoint(self._path, self._options, self._model_options, model.facts)
         self._batch = llama.Batch(context.n_batch, self._params.n_seq_max)
         self._kind = context.memory_kind
-        if self._kind is MemoryKind.NONE:
-            raise NotSupported(f"{self._path}: this model only embeds, it cannot generate")
+        if self._kind is MemoryKind.NONE or not context.is_causal:
+            raise NotSupported(
+                f"{self._path}: this model only embeds, it cannot generate; "
+                "load it with ContextOptions(embeddings=True)"
+            )
         shape = self._shape_hash()
         self._compute_hash = self._context_hash(shape)
         self._open_parts(context)
         n_slots, use = self._options.n_seq_max, context.memory_bytes
-        per_request = min(self._options.n_ctx or model.facts.n_ctx_train, context.n_ctx_seq)
+        per_request = min(self._options.n_ctx or model.facts.n_ctx_train, self._n_ctx_seq)
         return BackendFacts(
             n_ctx=per_request,
             n_cells=context.n_ctx,
@@ -110,10 +130,34 @@ class LlamaBackend:
             compute_hash=self._compute_hash,
             layout=self._layout,
             quant_tag=model.facts.ftype,
-            memory_bytes=model.facts.size_bytes + use.kv_bytes + use.compute_bytes,
+            memory_bytes=model.facts.size_bytes + use.total_bytes + self._embedder_bytes,
             sampling_defaults=sampling_defaults(model.facts.sampling),
-            details=self._details(),
+            embeddings=embeddings,
+            details=self._details(context.memory_bytes),
         )
+
+    def _facts_of_embedder(self, embeddings: EmbeddingFacts) -> BackendFacts:
+        """Of a model that does not generate: there is nothing to keep."""
+        model, embedder = self._live_model(), self._embedder
+        assert embedder is not None
+        self._not_kept = "it only embeds"
+        return BackendFacts(
+            n_ctx=embeddings.n_ctx,
+            n_cells=embeddings.n_ctx,
+            n_batch=self._options.n_batch,
+            n_slots=self._options.n_seq_max,
+            n_vocab=model.facts.n_vocab,
+            memory_kind=embedder.memory_kind,
+            quant_tag=model.facts.ftype,
+            memory_bytes=model.facts.size_bytes + self._embedder_bytes,
+            embeddings=embeddings,
+            generates=False,
+            details=self._details(embedder.memory_use),
+        )
+
+    @property
+    def _embedder_bytes(self) -> int:
+        return 0 if self._embedder is None else self._embedder.memory_use.total_bytes
 
     def _shape_hash(self) -> bytes:
         """Everything that decides whether saved KV may be restored here."""
@@ -136,15 +180,15 @@ class LlamaBackend:
             }
         )
 
-    def _details(self) -> dict[str, Any]:
-        model, context = self._live_model(), self._live_context()
+    def _details(self, memory: llama.MemoryUse) -> dict[str, Any]:
+        model = self._live_model()
         facts = dataclasses.asdict(model.facts)
         for bulky in ("metadata", "chat_template", "sampling"):
             facts.pop(bulky)
         return {
             **facts,
             **({} if self._not_kept is None else {"not_kept": self._not_kept}),
-            "memory": context.memory_bytes,
+            "memory": memory,
             "n_threads": self._params.n_threads,
             "build": llama.build_info(),
         }
@@ -152,6 +196,9 @@ class LlamaBackend:
     def close(self) -> None:
         """Free everything; harmless when nothing was opened."""
         self._batch = self._parts = None
+        if self._embedder is not None:
+            self._embedder.close()
+            self._embedder = None
         if self._context is not None:
             self._context.close()
             self._context = None
@@ -179,8 +226,10 @@ class LlamaBackend:
         with self._permit.held(self._params.n_threads) as granted:
             if not granted:
                 raise LoadCancelled(f"{self._path}: given up while another model was computing")
-            probe = ColdProbe(context, batch, piece, context.n_ctx_seq, self._parts, self._layout)
-            return probe.failure(cache_dir() / "cold-probes" / self._compute_hash.hex())
+            if self._parts is not None:
+                self._parts.exact = True
+            probe = ColdProbe(context, batch, piece, self._n_ctx_seq, self._parts, self._layout)
+            return probe.failure(cache_dir() / "cold-probes" / f"{self._compute_hash.hex()}-{TRIAL}")
 
     def rebuild(self) -> None:
         """A fresh context on the same weights."""
@@ -189,9 +238,13 @@ class LlamaBackend:
         if self._layout is not None:
             self._parts = PartMover(self._context, self._layout)
 
+    def _new_governor(self) -> ThreadGovernor | None:
+        if not self._adapt_threads or self._params.n_threads == 1:
+            return None
+        return ThreadGovernor(self._params.n_threads, time.monotonic(), _idle_s)
+
     def _open_context(self, model: llama.Model) -> llama.Context:
-        if self._adapt_threads and self._params.n_threads > 1:
-            self._governor = ThreadGovernor(self._params.n_threads, time.monotonic(), _idle_s)
+        self._governor = self._new_governor()
         with self._permit.held(self._params.n_threads) as granted:  # opening decodes two tokens
             if not granted:
                 raise LoadCancelled(f"{self._path}: given up while another model was computing")
@@ -221,7 +274,10 @@ class LlamaBackend:
             {
                 "shape": shape.hex(),
                 "model": dataclasses.asdict(self._model_options),
-                "context": dataclasses.asdict(self._options),
+                # What embeds has a context of its own.
+                "context": dataclasses.asdict(
+                    dataclasses.replace(self._options, embeddings=False, pooling=None)
+                ),
                 "cpu_variant": llama.build_info().cpu_variant,
                 "system": llama.build_info().system_info,
                 "devices": [(device.name, device.description) for device in llama.devices()],
@@ -237,6 +293,12 @@ class LlamaBackend:
         if self._context is None:
             raise HandleClosed(f"the context of {self._path} is closed")
         return self._context
+
+    @property
+    def _n_ctx_seq(self) -> int:
+        """The longest sequence that memory and the model's positions allow."""
+        n_ctx_seq, n_positions = self._live_context().n_ctx_seq, self._live_model().facts.n_positions
+        return n_ctx_seq if n_positions is None else min(n_ctx_seq, n_positions)
 
     def _live_parts(self) -> PartMover:
         if self._parts is None:
@@ -262,19 +324,16 @@ class LlamaBackend:
             if not granted:
                 return StepResult(status=StepStatus.ABORTED)
             context.abort.arm_next(step.budget_s)
-            began, cpu_began = time.perf_counter(), time.process_time()
-            rc = context.decode(batch)
-            computed = time.perf_counter()
+            decoded, sampled = decode_rows(context, batch, step.rows, outputs)
             if not step.exact:
-                self._govern(context, computed - began, time.process_time() - cpu_began)
-        if rc != 0:
-            return StepResult(status=_status(rc, context.abort.cause), rc=rc, compute_s=computed - began)
-        sampled = sample_rows(context, step.rows, outputs)
+                self._govern(context, decoded.compute_s, decoded.cpu_s)
+        rc = decoded.rc
         return StepResult(
-            status=StepStatus.OK,
+            status=StepStatus.OK if rc == 0 else status_of(rc, context.abort.cause),
             sampled=sampled,
-            compute_s=computed - began,
-            sample_s=time.perf_counter() - computed,
+            rc=rc,
+            compute_s=decoded.compute_s,
+            sample_s=decoded.sample_s,
         )
 
     def _fill(self, batch: llama.Batch, rows: Sequence[Row]) -> Sequence[int]:
@@ -299,7 +358,7 @@ class LlamaBackend:
     def _all_threads(self, context: llama.Context) -> None:
         """What must have the same bits every time is computed with as many threads every time."""
         if self._governor is not None and self._governor.n != self._params.n_threads:
-            self._governor = ThreadGovernor(self._params.n_threads, time.monotonic(), _idle_s)
+            self._governor = self._new_governor()
             context.set_threads(self._params.n_threads, self._params.n_threads)
 
     def _govern(self, context: llama.Context, wall_s: float, cpu_s: float) -> None:
@@ -331,6 +390,24 @@ class LlamaBackend:
         context = self._context
         if context is not None and context.abort.is_raised:
             context.abort.clear()
+
+    # --- embeddings ---
+
+    def embed(self, rows: Sequence[EmbedRow], budget_s: float | None = None) -> EmbedResult:
+        """One `llama_decode` in the context that embeds. Raises: `NotSupported` without one."""
+        if self._embedder is None:
+            raise NotSupported(f"{self._path} was not opened with embeddings=True")
+        return self._embedder.embed(rows, budget_s)
+
+    def abort_embed(self) -> None:
+        """Raise the flag of the context that embeds. Any thread."""
+        if (embedder := self._embedder) is not None:
+            embedder.abort()
+
+    def clear_abort_embed(self) -> None:
+        """Lower it. Any thread."""
+        if (embedder := self._embedder) is not None:
+            embedder.clear_abort()
 
     # --- memory ---
 
@@ -419,8 +496,14 @@ class LlamaBackend:
         return [control_piece(t) if vocab.is_control(t) else vocab.piece(t) for t in tokens]
 
     def chat_templates(self, text: str | None) -> llama.ChatTemplates:
-        """The model's chat templates, or `text` as one of them. Raises: `InvalidContent`."""
-        return llama.ChatTemplates.of_model(self._live_model(), text)
+        """The model's chat templates, or `text` as one of them. Raises: `InvalidContent`.
+
+        A template that is new to this machine is tried in a child process first, which takes half a second.
+        """
+        model = self._live_model()
+        for source in model.facts.chat_templates if text is None else (text,):
+            check_ends(source, llama.build_info().stamp)
+        return llama.ChatTemplates.of_model(model, text)
 
     def special_texts(self) -> list[tuple[int, str, bool]]:
         """Control and user-defined tokens."""
@@ -430,6 +513,8 @@ class LlamaBackend:
         """Found once, by looking at every token: tens of milliseconds."""
         if self._longest_piece is None:
             vocab = self._live_model().vocab
+            if vocab.drops_text:
+                return INT32_MAX
             self._longest_piece = max(
                 len(vocab.piece(t, special=True)) for t in range(self._live_model().facts.n_vocab)
             )
@@ -444,12 +529,3 @@ def _idle_s() -> float:
     """Seconds that this machine's cores have been idle, summed."""
     idle: float = psutil.cpu_times().idle
     return idle
-
-
-def _status(rc: int, cause: str | None) -> StepStatus:
-    """llama.h, llama_decode: 1 no room, 2 aborted, negative fatal (-1: our batch was invalid)."""
-    if rc == 1:
-        return StepStatus.NO_ROOM
-    if rc == 2:
-        return StepStatus.TIMEOUT if cause == "deadline" else StepStatus.ABORTED
-    return StepStatus.FATAL

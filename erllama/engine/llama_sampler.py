@@ -29,25 +29,32 @@ class LlamaSampler:
         self.chain.close()
 
 
-def sample_rows(
-    context: llama.Context, rows: Sequence[Row], outputs: Sequence[int]
-) -> tuple[Sampled | ErllamaError | None, ...]:
-    """A token for each row that carries a sampler, out of its output of the last decode.
+def decode_rows(
+    context: llama.Context, batch: llama.Batch, rows: Sequence[Row], outputs: Sequence[int]
+) -> tuple[llama.DecodedRows, tuple[Sampled | ErllamaError | None, ...]]:
+    """Decode `batch`; if that went well, also a token for each row that carries a sampler, out of its output.
 
     An error concerns one request, its grammar or its memory; its neighbours go on.
     """
-    asked = [(i, row.sampler) for i, row in enumerate(rows) if row.sampler is not None]
-    samplers = cast("list[LlamaSampler]", [sampler for _, sampler in asked])
-    tokens = llama.sample_rows(context, [s.chain for s in samplers], [outputs[i] for i, _ in asked])
-    found: list[Sampled | ErllamaError | None] = [None] * len(rows)
-    for (i, _), sampler, token in zip(asked, samplers, tokens, strict=True):
+    samplers = cast("list[LlamaSampler]", [row.sampler for row in rows if row.sampler is not None])
+    asked = outputs
+    if len(samplers) < len(rows):
+        asked = [output for row, output in zip(rows, outputs, strict=True) if row.sampler is not None]
+    decoded = llama.decode_rows(context, batch, [sampler.chain for sampler in samplers], asked)
+    if decoded.rc != 0:
+        return decoded, ()
+    found: list[Sampled | ErllamaError | None] = []
+    for sampler, output, token in zip(samplers, asked, decoded.outcomes, strict=True):
         if isinstance(token, ErllamaError):
-            found[i] = token
+            found.append(token)
         elif sampler.n_alternatives is None:
-            found[i] = Sampled(token=token)
+            found.append(Sampled(token=token))
         else:
-            found[i] = _with_logprob(context, outputs[i], token, sampler.n_alternatives)
-    return tuple(found)
+            found.append(_with_logprob(context, output, token, sampler.n_alternatives))
+    if len(found) == len(rows):
+        return decoded, tuple(found)
+    of_asked = iter(found)
+    return decoded, tuple([None if row.sampler is None else next(of_asked) for row in rows])
 
 
 def _with_logprob(context: llama.Context, output: int, token: int, n_top: int) -> Sampled | ErllamaError:

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
     from erllama.backend import Backend, OptionalBackend, Step, StepResult
 
+    from .burst import Burst
     from .memory_ops import MemoryOp
-    from .runner import Runner
+    from .runner import Announce, Runner
 
 T = TypeVar("T")
 log = logging.getLogger("erllama.engine")
@@ -36,14 +37,17 @@ class ModelThread:
         self._runner = runner
         self._take_ops = take_ops
         self._broken: ErllamaError | None = None
+        self._burst: Burst | None = None  # the steps that run
 
     @property
     def is_broken(self) -> bool:
         """A memory operation failed: nobody knows what memory holds until it is rebuilt."""
         return self._broken is not None
 
-    async def _run(self, call: Callable[..., T], *args: Any) -> T:
+    async def _run(self, call: Callable[..., T], *args: Any, burst: Burst | None = None) -> T:
         await trio.lowlevel.checkpoint_if_cancelled()  # before operations are taken that would be lost
+        self.pause()  # nobody waits for more than the step that runs
+        self._burst = burst
         ops = self._take_ops()
 
         def with_ops() -> T:
@@ -62,6 +66,41 @@ class ModelThread:
         """Compute a step. Raises: what the backend raises; the context must be rebuilt then."""
         self._clear_abort()
         return await self._run(self._backend.step, step)
+
+    async def steps(self, first: Step, burst: Burst) -> StepResult:
+        """Compute a step and those that follow it; the result of the last. Raises: as `step`.
+
+        `burst` has got the results of the others before this returns or raises.
+        """
+        announce = self._runner.announce()
+        assert announce is not None
+        self._clear_abort()
+        try:
+            return await self._run(self._steps, first, burst, announce, burst=burst)
+        finally:
+            self.pause()
+            self._burst = None
+            burst.check()
+
+    def _steps(self, step: Step, burst: Burst, announce: Announce) -> StepResult:
+        while True:
+            result = self._backend.step(step)
+            following = burst.following(step, result)
+            if following is None:
+                return result
+            # Right before the next step: its native call is the next to give the GIL to who is woken here.
+            announce(burst.arrived, result)
+            step = following
+
+    @property
+    def runs_beside(self) -> bool:
+        """Whether the event loop runs on while a call does."""
+        return self._runner.announce() is not None
+
+    def pause(self) -> None:
+        """Let the running step be the last of its burst. Trio's thread."""
+        if self._burst is not None:
+            self._burst.stop()
 
     def _clear_abort(self) -> None:
         # Here and not in the call: a cancel between here and there must not be forgotten.
@@ -129,7 +168,8 @@ class ModelThread:
         return await self._run(self._backend.probe_cold)
 
     def abort(self) -> None:
-        """Make the running step end early. Any thread; no effect where the backend cannot."""
+        """Make the running step end early, and be the last. No effect where the backend cannot."""
+        self.pause()
         abort: Callable[[], None] | None = getattr(self._backend, "abort", None)
         if abort is None:
             return

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("erllama.engine")
 
+N_LANES = 64  # inputs that are embedded at once; more would only make its tables larger
 N_SCRATCH = 1  # one sequence before those of the slots, where ranges can be copied: for saving and restoring
 
 
@@ -43,7 +44,34 @@ def native_params(options: ContextOptions, facts: llama.ModelFacts) -> llama.Con
         type_k=options.type_k,
         type_v=options.type_v,
         kv_unified=unified,
-        embeddings=options.embeddings,
+    )
+
+
+def embedding_params(options: ContextOptions, facts: llama.ModelFacts) -> llama.ContextParams:
+    """llama.cpp's parameters for a context that embeds, by the same options.
+
+    Inputs are computed side by side in as many sequences as divide its rows (see `ContextParams.n_rows`);
+    where each sequence has a state, in `n_seq_max` of them.
+    """
+    n_ctx = min(options.n_ctx or facts.n_ctx_train, facts.n_ctx_train)
+    assert options.n_threads is not None
+    n_rows = min(options.n_ubatch or options.n_batch, options.n_batch)
+    if facts.is_recurrent or facts.is_hybrid:
+        n_lanes = min(options.n_seq_max, n_rows)
+    else:
+        n_lanes = max(n for n in range(1, min(N_LANES, n_rows) + 1) if n_rows % n == 0)
+    return llama.ContextParams(
+        n_ctx=max(n_ctx, n_rows),
+        n_batch=n_rows,
+        n_ubatch=n_rows,
+        n_seq_max=n_lanes,
+        n_threads=options.n_threads,
+        n_threads_batch=options.n_threads_batch,
+        flash_attn=options.flash_attn,
+        type_k=options.type_k,
+        type_v=options.type_v,
+        kv_unified=True,
+        embeddings=True,
         pooling=options.pooling,
     )
 
@@ -52,7 +80,11 @@ def warn_of_what_will_disappoint(
     path: str, options: ContextOptions, model: ModelOptions, facts: llama.ModelFacts
 ) -> None:
     """What llama.cpp accepts and the user will not like."""
-    if facts.n_ctx_train and (options.n_ctx or 0) > facts.n_ctx_train:
+    if facts.n_positions is not None and (options.n_ctx or 0) > facts.n_positions:
+        log.warning(
+            "%s has positions for %d tokens; n_ctx=%d is cut to that", path, facts.n_positions, options.n_ctx
+        )
+    elif facts.n_ctx_train and (options.n_ctx or 0) > facts.n_ctx_train:
         log.warning(
             "%s was trained for %d tokens; with n_ctx=%d, text beyond them is likely to be nonsense",
             *(path, facts.n_ctx_train, options.n_ctx),

@@ -8,12 +8,12 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import trio
 
 from erllama.backend import Guide
-from erllama.errors import ContextOverflow, InvalidContent, InvalidOption
+from erllama.errors import ContextOverflow, InvalidContent, InvalidOption, NotSupported
 from erllama.types import Done, Event, Request
 
 from .home import current_home, require_home
@@ -30,7 +30,18 @@ if TYPE_CHECKING:
 
     from .handle import Handle
 
-    Translate = Callable[[Event], Iterable[Event]]
+
+class Translate(Protocol):
+    """Turns each of the engine's events into those to deliver."""
+
+    def __call__(self, event: Event, /) -> Iterable[Event]:
+        """What becomes of one event."""
+        ...
+
+    def is_slow(self, event: Event, /) -> bool:
+        """Whether that takes milliseconds, and so is done in a worker thread."""
+        ...
+
 
 _request_ids = itertools.count(1)
 
@@ -79,8 +90,19 @@ class EventStream:
             except trio.EndOfChannel:
                 raise StopAsyncIteration from None
             self._done = isinstance(event, Done)
-            self._ready.extend((event,) if self._translate is None else self._translate(event))
+            self._ready.extend(await self._translated(event))
         return self._ready.popleft()
+
+    async def _translated(self, event: Event) -> Iterable[Event]:
+        translate = self._translate
+        if translate is None:
+            return (event,)
+        if not translate.is_slow(event):
+            return translate(event)
+        # Shielded: the event has been taken, and a translator that saw half of it is of no more use. One
+        # thread of its own, milliseconds: nobody waits for those that others have abandoned.
+        with trio.CancelScope(shield=True):
+            return await trio.to_thread.run_sync(translate, event, limiter=trio.CapacityLimiter(1))
 
 
 @asynccontextmanager
@@ -102,9 +124,11 @@ async def open_stream(
 
     `prompt` may be a function; it is called again right before the request is queued, with no await between.
     Raises: `InvalidContent`, `ContextOverflow`, `InvalidOption`, `InvalidGrammar`, `StickyBusy`,
-    `SeqCapacity`, and what `prompt` raises.
+    `SeqCapacity`, `NotSupported` (a model that only embeds), and what `prompt` raises.
     """
     require_home(handle.home)
+    if not handle.facts.generates:
+        raise NotSupported(f"model {handle.model_id!r} only embeds, it cannot generate")
     if handle.deterministic and options.exact == "session":
         raise InvalidOption(
             'exact="session": the model was loaded with deterministic=True, so every answer has cold bits',

@@ -12,7 +12,9 @@ a second time, and the next best place is tried.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from contextlib import ExitStack
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import trio
@@ -21,13 +23,14 @@ from erllama.errors import ErllamaError
 from erllama.kvcache.key import Prompt
 from erllama.kvcache.kinds import PartKind
 
+from .bare import bare_errors
 from .cold import cold_piece
 from .restore_plan import Piece, RestorePlan, StoredNode, plan_restore
 from .spelling import Spelling
 from .state import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterable
 
     from erllama.backend import BackendFacts, Layout
     from erllama.kvcache.match import Lease, Match
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("erllama.engine")
 SAVE_PATIENCE_S = 2.0  # for one save of what holds the cells that are wanted
+READ_AHEAD = 3  # blocks: one that is imported, two that are read meanwhile
 MAX_TRIES = 8  # each finds less than the one before
 
 
@@ -195,20 +199,36 @@ class _Restore:
         return free is None or free >= n_cells
 
     async def _base(self) -> bool:
+        """Block after block; the next ones are read by other threads while one is imported."""
+        ahead: deque[_Reading] = deque()
+        with bare_errors(), ExitStack() as held:
+            held.callback(_let_go, ahead)
+            async with trio.open_nursery() as nursery:
+                done = await self._import_in_order(nursery, ahead)
+                nursery.cancel_scope.cancel()
+        return done
+
+    async def _import_in_order(self, nursery: trio.Nursery, ahead: deque[_Reading]) -> bool:
         still_used = {piece.index for piece in self._plan.small}
-        for piece in self._plan.base:
-            if not _still_wants(self._seq, self._stay):
-                return False
-            data = await self._lease.load(piece.index)
+        todo = iter(self._plan.base)
+        while _still_wants(self._seq, self._stay):
+            for piece in islice(todo, READ_AHEAD - len(ahead)):
+                ahead.append(_Reading(piece))
+                nursery.start_soon(ahead[-1].run, self._lease)
+            if not ahead:
+                return True
+            await ahead[0].done.wait()
+            piece, data = ahead[0].piece, ahead[0].data
             if data is None:
                 self.found_damage = True
                 return False
             with data:  # nobody may look at a buffer that is given back
                 if not await self._block(piece, data):
                     return False
+            ahead.popleft()
             if piece.index not in still_used:
                 self._lease.release(piece.index)
-        return True
+        return False
 
     async def _block(self, piece: Piece, data: memoryview) -> bool:
         if not _still_wants(self._seq, self._stay):
@@ -298,6 +318,26 @@ class _Restore:
         """Let go of what arrived: the slot is at no legal place."""
         if _is_in_slot(self._seq, self._stay):
             self._lanes.cut_back(self._seq, 0 if self._layout.state else self._seq.n_kv)
+
+
+class _Reading:
+    """A block on its way from the store; `data` is None if it is not to be had, or not there yet."""
+
+    def __init__(self, piece: Piece) -> None:
+        self.piece = piece
+        self.data: memoryview | None = None
+        self.done = trio.Event()
+
+    async def run(self, lease: Lease) -> None:
+        """Read it. Cancellation: leaves nothing behind."""
+        self.data = await lease.load(self.piece.index)
+        self.done.set()
+
+
+def _let_go(readings: Iterable[_Reading]) -> None:
+    for reading in readings:
+        if reading.data is not None:
+            reading.data.release()
 
 
 def _note_reach(seq: Sequence, match: Match) -> None:

@@ -2,22 +2,21 @@
 
 A call, once begun, is never abandoned: native code would go on writing memory that others use. So a
 cancelled caller waits for the call to end; `on_cancel` is what makes it end sooner. One crossing
-costs two hand-overs (50-100 µs idle); the engine therefore crosses once per step.
+costs two hand-overs (50-100 µs idle); the engine therefore crosses at most once per step.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import outcome
 import trio
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 T = TypeVar("T")
+Announce = Callable[..., None]  # calls its first argument with the others, soon, in the trio thread
 
 
 class Runner(Protocol):
@@ -27,6 +26,12 @@ class Runner(Protocol):
         """Call `fn(*args)` and return its result.
 
         Cancellation: calls `on_cancel` once, waits for `fn`, then raises `Cancelled` if `fn` returned.
+        """
+
+    def announce(self) -> Announce | None:
+        """What a call may use to tell the trio thread something before it ends, in order with its end.
+
+        None where calls run in the trio thread themselves.
         """
 
     def close(self) -> None:
@@ -75,6 +80,10 @@ class ThreadRunner:
             await trio.lowlevel.checkpoint_if_cancelled()
         return result.unwrap()  # type: ignore[no-any-return]  # outcome is untyped here
 
+    def announce(self) -> Announce:
+        """See `Runner.announce`."""
+        return trio.lowlevel.current_trio_token().run_sync_soon
+
     def close(self) -> None:
         """End the thread once its present call is done."""
         if not self._closed:
@@ -104,6 +113,10 @@ class InlineRunner:
     def has_waiting(self) -> bool:
         """Whether a call waits for another one to end."""
         return self._turn.statistics().tasks_waiting > 0
+
+    def announce(self) -> Announce | None:
+        """See `Runner.announce`."""
+        return None
 
     def close(self) -> None:
         """Nothing to end."""

@@ -264,12 +264,14 @@ class Sequence:
         if len(self.ledger) - n_kv > 1 or self.phase is Phase.PREFILL:
             self._move(Happening.REWOUND)
 
-    def computed(self, n_kv: int, now: float) -> None:
-        """The model has seen the tokens before `n_kv`."""
-        self.cells.grow_to(n_kv)
+    def computed(self, n: int, now: float) -> None:
+        """The model has seen `n` tokens more."""
+        self.cells.grow_to(self.cells.n + n)
         self.has_computed = True
-        self.unproven = set()
-        self._note_prefill(now)
+        if self.unproven:
+            self.unproven = set()
+        if self.phase is Phase.PREFILL:
+            self._note_prefill(now)
 
     def _note_prefill(self, now: float) -> None:
         if self.phase is Phase.PREFILL and self.cells.n >= len(self.ledger) - 1:

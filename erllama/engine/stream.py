@@ -58,6 +58,11 @@ class EventBuffer:
         return len(self._events) + EVENTS_PER_STEP <= self._capacity
 
     @property
+    def n_steps(self) -> int:
+        """How many steps may deliver whatever they have, if nothing is read meanwhile."""
+        return (self._capacity - len(self._events)) // EVENTS_PER_STEP
+
+    @property
     def is_lagging(self) -> bool:
         """Whether it was full and is not half empty yet."""
         return self._lagging_since is not None
@@ -75,7 +80,8 @@ class EventBuffer:
         self._events.extend(events)
         if self._lagging_since is None and len(self._events) + EVENTS_PER_STEP > self._capacity:
             self._lagging_since = self._last_read = trio.current_time()
-        self._wake_reader()
+        if self._n_parked:
+            self._wakeup.unpark_all()
 
     def end(self, error: BaseException | None = None) -> None:
         """No more events; after the delivered ones the reader gets `error`, or the end."""

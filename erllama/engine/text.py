@@ -49,6 +49,9 @@ class TextAssembler:
     def _advance(self, new: str) -> str:
         if self.stop_sequence is not None or not new:
             return ""
+        if not self._stops:
+            self._parts.append(new)
+            return new
         pending = self._held + new
         # The held text never contains a whole stop string, so any match ends in `new`.
         found = [(at, len(s), s) for s in self._stops if (at := pending.find(s)) >= 0]

@@ -131,8 +131,8 @@ class Arena:
         """How many bytes users must give back before `n_bytes` more, and `spare`, fit; 0 if they fit now."""
         return max(0, self.used_bytes + class_bytes(n_bytes) + spare - self._max)
 
-    def try_take(self, n_bytes: int, spare: int = 0) -> Buffer | None:
-        """A buffer, or None if the budget has no room for it and `spare` bytes more."""
+    def try_take(self, n_bytes: int, spare: int = 0, *, fresh: bool = False) -> Buffer | None:
+        """A buffer, or None if the budget has no room for it and `spare` bytes more. `fresh`: no idle one."""
         size = class_bytes(n_bytes)
         with self._lock:
             if self._used + self._extra + size + spare > self._max:
@@ -140,7 +140,7 @@ class Arena:
             if not size:
                 return Buffer(self, None, 0)
             stack = self._idle.get(size)
-            if stack:
+            if stack and not fresh:
                 memory = stack.pop()
                 self._idle_bytes -= size
                 self._reused += 1
@@ -150,6 +150,16 @@ class Arena:
                 self._made += 1
             self._used += size
         return Buffer(self, memory, n_bytes)
+
+    def is_warm(self, n_bytes: int) -> bool:
+        """Whether the next buffer of that size will be one that was used before.
+
+        Either one is idle, or the budget is spent and somebody's will have to go.
+        """
+        size = class_bytes(n_bytes)
+        with self._lock:
+            held = self._used + self._extra + self._idle_bytes
+            return bool(self._idle.get(size)) or held + size > self._max
 
     def give_back(self, memory: mmap.mmap) -> None:
         """Take a buffer's memory into the pool; only `Buffer.release` calls this."""

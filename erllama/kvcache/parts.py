@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 PART_BYTES: Final = 28
 RAM: Final = 0  # home of a part that lives in memory only; file tiers are 1, 2, …
-_FREE: Final = 0xFF
+FREE: Final = 0xFF  # home of a row that is not in use
 _KINDS: Final[tuple[PartKind, ...]] = (PartKind.BASE, *PartKind)  # by number; there is no kind 0
 
 
@@ -26,7 +26,7 @@ class PartTable:
         self._next = array("i", [0])
         self.size = array("Q", [0])  # payload bytes
         self._kind = array("B", [0])
-        self.home = array("B", [_FREE])
+        self.home = array("B", [FREE])
         self.hot = array("B", [0])  # 1: a copy is in RAM (always, where RAM is its home)
         self.anchor = array("B", [0])
         self.used = array("I", [0])  # last use, whole seconds since the epoch
@@ -85,7 +85,7 @@ class PartTable:
             while self._next[before] != row:
                 before = self._next[before]
             self._next[before] = after
-        self.home[row], self.node[row], self.hot[row] = _FREE, 0, 0
+        self.home[row], self.node[row], self.hot[row] = FREE, 0, 0
         self._next[row], self._free = self._free, row
         return head
 

@@ -355,6 +355,7 @@ class KvStore:
             for _ in range(self._options.writer_max_concurrent):
                 nursery.start_soon(self._writer.run_worker)
             nursery.start_soon(self._run_housekeeping)
+            nursery.start_soon(self._loader.run)
 
     async def close(self) -> None:
         """Take no more saves, flush, give up the tiers' locks. What is in RAM only is gone after."""

@@ -31,6 +31,8 @@ from .model import LoadProgress as LoadProgress
 from .model import Model as Model
 from .params import ContextParams as ContextParams
 from .readout import forward_argmax as forward_argmax
+from .rows import DecodedRows as DecodedRows
+from .rows import decode_rows as decode_rows
 from .rows import sample_rows as sample_rows
 from .sampler import SamplerChain as SamplerChain
 from .sampler import SamplerParams as SamplerParams

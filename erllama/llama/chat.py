@@ -15,6 +15,7 @@ from erllama.errors import InvalidContent, InvalidGrammar, NativeError
 from . import logs
 from .backend import ensure_backend
 from .handle import Exclusive, Shared
+from .template_text import check_text
 from .vocab import encode
 
 if TYPE_CHECKING:
@@ -90,6 +91,8 @@ class ChatTemplates:
     @classmethod
     def of_model(cls, model: Model, text: str | None = None) -> ChatTemplates:
         """The model's own, or `text` with the model's tokens. Raises: as `of_text`, `HandleClosed`."""
+        for source in model.facts.chat_templates if text is None else (text,):
+            check_text(source)
         with model.handle as ptr:
             return cls._new(ptr, text, "", "")
 
@@ -98,6 +101,7 @@ class ChatTemplates:
         """A template without a model. Raises: `InvalidContent` with the reason why it cannot be parsed."""
         if not text.strip():
             raise InvalidContent("the chat template is empty")
+        check_text(text)
         return cls._new(None, text, bos, eos)
 
     @classmethod

@@ -8,7 +8,7 @@ Rule 3: outputs are valid until the next decode, and only rows that were marked 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from erllama.errors import (
     NoLogits,
     NotSupported,
 )
+from erllama.options import Pooling
 
 from . import logs
 from .abort import Abort
@@ -32,7 +33,7 @@ from .probe import find_memory_kind
 from .sizing import MemoryUse, check_fits, memory_use
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from .adapter import Adapter
     from .batch import Batch
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from .model import Model
     from .params import ContextParams
 
+POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 PARTIAL_ONLY = 1  # llama.h: LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 
 # shim.cpp: enum batch_fault
@@ -53,6 +55,7 @@ FAULTS = {
     6: "row {row}: position {value}, the sequence goes on at {limit}",
     7: "row {row}: position {value} follows {limit} - 1 in the batch",
 }
+NO_SUCH_POSITION = "position {value}, and this model has {limit}"
 NON_CAUSAL_ROWS = "{value} rows, but a non-causal model takes at most n_ubatch = {limit}"
 EMBEDDED_ROWS = "{value} rows, but this embedding context keeps {limit}"
 
@@ -75,6 +78,7 @@ class Context:
         self.n_outputs_max: int = min(params.n_outputs, self.n_batch)
         self.n_vocab = model.facts.n_vocab
         self._n_scores: int = lib.model_n_cls_out(lib.get_model(ptr))
+        self._n_positions = model.facts.n_positions
         self._output_rows = b""  # one byte per row of the last decode
         memory = lib.get_memory(ptr)
         self._memory = Memory(self, memory) if memory != lib.ffi.NULL else None
@@ -83,6 +87,9 @@ class Context:
             "struct el_batch_limits *", (self.n_batch, self.n_outputs_max, self.n_seq_max, self.n_vocab)
         )
         self._fault = lib.ffi.new("struct el_batch_fault *")
+        self.times: Any = lib.ffi.new(
+            "struct el_step_times *"
+        )  # for `decode_rows`, while it holds the handle
         self._adapters: set[Owned] = set()
         self.memory_kind = MemoryKind.NONE  # until `open` has looked
 
@@ -156,14 +163,16 @@ class Context:
         fatal, the context must go.
         Raises: `InvalidBatch` before anything happened, `NativeError`, `HandleClosed`.
         """
+        return self.decode_with(self.lib.decode_checked, batch)
+
+    def decode_with(self, call: Callable[..., int], batch: Batch, *more: Any) -> int:
+        """`decode` through another native call that takes what `decode_checked` does, and `more`."""
         with self.handle as ptr:
             self._check_rows(batch)
             self._output_rows = b""
             fault, seconds = self._fault, self.abort.take_next()
-            rc = int(
-                self.lib.decode_checked(
-                    ptr, batch.native, self._limits, self._memory_ptr, fault, self.abort.fields, seconds
-                )
+            rc: int = call(
+                ptr, batch.native, self._limits, self._memory_ptr, fault, self.abort.fields, seconds, *more
             )
             if rc != 0 and fault.code:
                 raise self._refusal()
@@ -202,6 +211,10 @@ class Context:
         return self.params.embeddings or self._memory is None
 
     def _check_rows(self, batch: Batch) -> None:
+        if self._n_positions is not None and batch.n_tokens:
+            last = int(batch.positions[: batch.n_tokens].max())
+            if last >= self._n_positions:
+                _refuse_rows(NO_SUCH_POSITION, last, self._n_positions)
         if self._needs_all and batch.n_tokens > self.n_outputs_max:
             _refuse_rows(EMBEDDED_ROWS, batch.n_tokens, self.n_outputs_max)
         if (not self.is_causal or self._memory is None) and batch.n_tokens > self.n_ubatch:
@@ -222,6 +235,18 @@ class Context:
             self.need_logits(i)
             return self._floats(self.lib.get_logits_ith(ptr, i), self.n_vocab)
 
+    @property
+    def pooling(self) -> Pooling:
+        """How the vectors of a sequence's tokens become one; "none": they do not."""
+        with self.handle as ptr:
+            kind = self.lib.pooling_type(ptr)
+        return next(name for name in POOLINGS if self.lib.constant("LLAMA_POOLING_TYPE", name) == kind)
+
+    @property
+    def n_embedding(self) -> int:
+        """Numbers of one embedding: the model's width, or with rank pooling its scores."""
+        return self._n_scores if self.pooling == "rank" else self.model.facts.n_embd_out
+
     def embeddings(self, i: int) -> npt.NDArray[np.float32]:
         """The embedding of row `i`: (n_embd_out,), a copy. Raises: `NoLogits`."""
         with self.handle as ptr:
@@ -233,17 +258,23 @@ class Context:
 
         Raises: `NoLogits`.
         """
-        rank = self.lib.constant("LLAMA_POOLING_TYPE", "rank")
+        n = self.n_embedding
         with self.handle as ptr:
             if not 0 <= seq_id < self.n_seq_max:
                 raise NoLogits(f"sequence {seq_id} of {self.n_seq_max}", detail={"seq_id": seq_id})
-            n = self._n_scores if self.lib.pooling_type(ptr) == rank else self.model.facts.n_embd_out
             return self._floats(self.lib.get_embeddings_seq(ptr, seq_id), n)
 
-    def with_logits(self, rows: Sequence[int]) -> list[bool]:
-        """Which of these rows of the last decode have logits."""
-        marks = self._output_rows if self._memory is not None else b""
-        return [0 <= i < len(marks) and marks[i] != 0 for i in rows]
+    def with_logits(self, rows: Sequence[int], batch: Batch | None = None) -> list[bool]:
+        """Which of these rows of the last decode have logits; of `batch`: will have, once it is decoded."""
+        if self._memory is None:
+            return [False] * len(rows)
+        if batch is None:
+            marks: Any = self._output_rows
+            n = len(marks)
+        else:
+            n = batch.n_tokens
+            marks = b"\1" * n if self._needs_all else batch.native.logits
+        return [0 <= i < n and marks[i] != 0 for i in rows]
 
     def need_logits(self, i: int) -> None:
         """Raises: `NoLogits` if row `i` of the last decode has no logits."""

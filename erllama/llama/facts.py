@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 # Architectures that only draft for another model (llama.cpp: they need a second context).
 DRAFT_ARCHITECTURES = frozenset({"eagle3", "dflash", "gemma4-assistant"})
 
+# Their positions are rows of a tensor (llama.cpp: pos_embd); it asserts on one that is not there.
+LEARNED_POSITIONS = frozenset({"bert", "gpt2", "mpt", "starcoder"})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingFacts:
@@ -52,6 +55,17 @@ class ModelFacts:
     chat_template: str | None
     metadata: dict[str, str] = field(repr=False)
     sampling: SamplingFacts
+
+    @property
+    def n_positions(self) -> int | None:
+        """How many positions there are; None: as many as one likes, whatever comes of it."""
+        return self.n_ctx_train if self.architecture in LEARNED_POSITIONS else None
+
+    @property
+    def chat_templates(self) -> tuple[str, ...]:
+        """The texts of its templates: the usual one, and the one for tools."""
+        own = (self.chat_template, self.metadata.get("tokenizer.chat_template.tool_use"))
+        return tuple(text for text in own if text)
 
     @property
     def unsupported(self) -> str | None:

@@ -1,4 +1,5 @@
-// Many rows of one decode sampled in one call, and the two frequent chains without the whole vocabulary.
+// Many rows of one decode sampled in one call, also the one that decodes, and the two frequent chains without
+// the whole vocabulary.
 //
 // Rule 1: a row gets the token that `shim_sampling_next` would give it; what is not certain to, goes there.
 // Rule 2: an exception is the row's own.
@@ -10,6 +11,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <ctime>
 #include <exception>
 #include <functional>
 #include <new>
@@ -178,6 +180,12 @@ int32_t sample(struct llama_context *ctx, int32_t n_vocab, const el_row &row, st
     return token;
 }
 
+double seconds_of(clockid_t clock) {
+    timespec now{};
+    clock_gettime(clock, &now);
+    return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
+}
+
 void report(el_row &row, int32_t kind, const char *text) {
     row.error.kind = kind;
     snprintf(row.error.message, sizeof(row.error.message), "%s", text);
@@ -200,4 +208,19 @@ void shim_sample_rows(struct llama_context *ctx, int32_t n_vocab, struct el_row 
             report(row, 2, "an exception that is not a std::exception");
         }
     }
+}
+
+int32_t shim_decode_rows(struct llama_context *ctx, const struct llama_batch *batch, const struct el_batch_limits *limits, llama_memory_t mem, struct el_batch_fault *fault, struct el_abort *abort, double seconds, struct el_row **rows, int32_t n_rows, struct el_step_times *times) {
+    *times = {0.0, 0.0, 0.0};
+    const double began = seconds_of(CLOCK_MONOTONIC);
+    const double cpu_began = seconds_of(CLOCK_PROCESS_CPUTIME_ID);
+    const int32_t rc = shim_decode_checked(ctx, batch, limits, mem, fault, abort, seconds);
+    const double computed = seconds_of(CLOCK_MONOTONIC);
+    times->compute_s = computed - began;
+    times->cpu_s = seconds_of(CLOCK_PROCESS_CPUTIME_ID) - cpu_began;
+    if (rc == 0) {
+        shim_sample_rows(ctx, limits->n_vocab, rows, n_rows);
+        times->sample_s = seconds_of(CLOCK_MONOTONIC) - computed;
+    }
+    return rc;
 }

@@ -1,4 +1,4 @@
-"""Sorts the cells of a saved state by position.
+"""Sorts the cells of a saved state by position, or leaves some of them out.
 
 llama.cpp writes cells in the order of their places, which is not that of positions where a window cache has
 started over, or where a sequence filled the gaps that others left. Sorted, equal KV is equal bytes wherever
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-_CELLS_BYTES = 8  # streams, cells
+_CELLS = struct.Struct("=II")  # streams, cells
 _LAYERS = struct.Struct("=II")  # whether V is transposed, layers
 _ROWS = struct.Struct("=iQ")  # type, bytes of a cell's row
 _COLUMNS = struct.Struct("=iII")  # type, bytes of an element, elements of a cell
@@ -51,6 +51,23 @@ def sort_cells(state: memoryview, seq_id: int) -> bool:
     return True
 
 
+def first_cells(state: memoryview, seq_id: int, n: int) -> memoryview | None:
+    """A copy with the first `n` cells of a state that has one attention section; None as for `sort_cells`."""
+    tables = _attention(state, HEADER_BYTES, seq_id)
+    if tables is None:
+        return None
+    cut, copied = bytearray(), 0
+    for table in tables:
+        items = np.frombuffer(state[table.start : table.end], np.uint8)
+        items = items.reshape(table.n_outer, len(table.order), table.item_bytes)
+        cut += state[copied : table.start]
+        cut += items[:, :n].tobytes()
+        copied = table.end
+    cut += state[copied:]
+    _CELLS.pack_into(cut, HEADER_BYTES, 1, n)
+    return memoryview(cut)
+
+
 def end_of_cells(state: memoryview, seq_id: int) -> int | None:
     """Where the attention sections end: at the end, or at a state of their last position; else None."""
     tables = _attention(state, HEADER_BYTES, seq_id)
@@ -68,7 +85,7 @@ def _attention(state: memoryview, at: int, seq_id: int) -> list[Table] | None:
     if cells is None or not len(cells):
         return None
     order = np.argsort(cells[:, 0])
-    meta = Table(at + _CELLS_BYTES, 1, cells.itemsize * cells.shape[1], order)
+    meta = Table(at + _CELLS.size, 1, cells.itemsize * cells.shape[1], order)
     for has_v in (True, False):  # models with one latent K keep no V
         try:
             tables = [meta, *_layers(state, meta, has_v)]

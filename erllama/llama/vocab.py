@@ -41,6 +41,8 @@ class Vocab:
         self.is_absent: bool = kind == lib.constant("LLAMA_VOCAB_TYPE", "none")
         # WPM adds BOS and SEP without asking whether the vocabulary has them (llama-vocab.cpp).
         self.is_wpm: bool = kind == lib.constant("LLAMA_VOCAB_TYPE", "wpm")
+        # White space goes, and any word it does not know is one token: a text may have few, however long.
+        self.drops_text: bool = self.is_wpm or kind == lib.constant("LLAMA_VOCAB_TYPE", "ugm")
         self.n_tokens: int = lib.vocab_n_tokens(ptr)
         self.bos: int | None = self._special(lib.vocab_bos)
         self.eos: int | None = self._special(lib.vocab_eos)

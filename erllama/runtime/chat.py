@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
 
 from erllama.chat.answer import read_answer
 from erllama.chat.grammar import SchemaGrammars
 from erllama.chat.messages import check_messages
+from erllama.chat.options import ChatOptions
 from erllama.chat.prompt import ChatParams, Renderer, Vocabulary
 from erllama.chat.templates import Template
 from erllama.engine.home import require_home
@@ -26,11 +27,14 @@ if TYPE_CHECKING:
 
     from erllama.backend import Guide
     from erllama.chat.messages import Message
-    from erllama.chat.options import ChatOptions
     from erllama.chat.templates import TemplateCache
     from erllama.engine.handle import Handle
     from erllama.types import ChatMessage
 
+    from .calls import Calls
+
+LARGE_PARSER = 64 << 10  # characters of its text: some 20 tools
+T = TypeVar("T")
 HOPELESS_FROM = 64 << 10  # characters; below, rendering costs less than finding out
 
 
@@ -53,6 +57,7 @@ class ModelChat:
         self,
         handle: Handle,
         templates: TemplateCache,
+        calls: Calls,
         *,
         template: str | None = None,
         signing_key: bytes | None = None,
@@ -60,6 +65,7 @@ class ModelChat:
     ) -> None:
         self._handle = handle
         self._templates = templates
+        self._calls = calls
         self._text = template
         self._key = signing_key
         self._buffer_events = buffer_events
@@ -96,31 +102,58 @@ class ModelChat:
         if getattr(handle.backend, "chat_templates", None) is None:
             raise NotSupported(f"the backend of {handle.model_id!r} cannot chat", reason="chat_not_supported")
         generation = generation or GenerationOptions()
-        schema, grammar, budget = (
-            generation.json_schema,
-            generation.grammar,
-            generation.thinking_budget_tokens,
-        )
-
-        def render() -> tuple[ChatParams, Guide]:
-            self._refuse_hopeless(check_messages(messages))
-            renderer = self._renderer()
-            params = renderer.render(messages, options, schema, grammar)
-            limit = budget if budget and budget > 0 else None
-            return params, renderer.guide(params, thinking_budget=limit, own_grammar=grammar is not None)
-
-        try:
-            params, guide = await trio.to_thread.run_sync(render, abandon_on_cancel=True)
-        except HandleClosed:
-            raise NotLoaded(f"model {handle.model_id!r} {handle.gone}") from None
+        arguments = {"messages": messages, **vars(options), **_constraints(generation)}
+        if self._calls.pass_through(arguments):
+            params, guide = await self._in_thread(lambda: self._render_and_guide(generation, **arguments))
+        else:
+            params = await self._calls.run("chat_apply", arguments, self._applied)
+            guide = await self._in_thread(lambda: self._guide(params, generation))
         counts = self._counts
         self._counts = dataclasses.replace(
             counts, n_applied=counts.n_applied + 1, apply_s=counts.apply_s + params.apply_s
         )
         return params, guide
 
+    async def _applied(self, **arguments: Any) -> ChatParams:
+        return await self._in_thread(lambda: self._render(**arguments))
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """`work` in a worker thread. Cancellation: leaves the thread to itself, it only reads."""
+        try:
+            return await trio.to_thread.run_sync(work, abandon_on_cancel=True)
+        except HandleClosed:
+            raise NotLoaded(f"model {self._handle.model_id!r} {self._handle.gone}") from None
+
+    def _render_and_guide(self, generation: GenerationOptions, **arguments: Any) -> tuple[ChatParams, Guide]:
+        params = self._render(**arguments)
+        return params, self._guide(params, generation)
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        json_schema: Mapping[str, Any] | None = None,
+        grammar: str | None = None,
+        middleware: object = (),  # which is around this
+        **options: Any,
+    ) -> ChatParams:
+        self._refuse_hopeless(check_messages(messages))
+        return self._renderer().render(messages, ChatOptions(**options), json_schema, grammar)
+
+    def _guide(self, params: ChatParams, generation: GenerationOptions) -> Guide:
+        budget = generation.thinking_budget_tokens
+        return self._renderer().guide(
+            params,
+            thinking_budget=budget if budget and budget > 0 else None,
+            own_grammar=generation.grammar is not None,
+        )
+
     async def parse(self, params: ChatParams, text: str, partial: bool) -> ChatMessage:
         """Read an answer in a worker thread. Cancellation: leaves the thread to itself."""
+        arguments = {"params": params, "text": text, "partial": partial}
+        message: ChatMessage = await self._calls.run("chat_parse", arguments, self._read)
+        return message
+
+    async def _read(self, params: ChatParams, text: str, partial: bool) -> ChatMessage:
         if not isinstance(params, ChatParams):
             raise InvalidContent("chat_parse needs what chat_apply gave")
         started = trio.current_time()
@@ -141,6 +174,8 @@ class ModelChat:
         template = self._templates.get(
             self._handle, lambda: Template.of(backend.chat_templates(self._text), backend.special_texts())
         )
+        if self._handle.stopping:  # rendered for nobody: a model that is gone keeps no template
+            self._templates.purge(self._handle)
         if not template.native.is_explicit:
             raise NotSupported(
                 f"the file of {self._handle.model_id!r} has no chat template; give one to load_model: "
@@ -191,7 +226,7 @@ class ModelChat:
             stop=(*generation.stop, *params.applied.stops),
             prefix_checkpoint_len=generation.prefix_checkpoint_len or params.n_head or None,
         )
-        with ChatTranslator(params, self._key, stops=generation.stop) as translator:
+        with await self._translator(params, generation.stop) as translator:
             try:
                 async with open_stream(
                     handle,
@@ -205,6 +240,38 @@ class ModelChat:
                     yield events
             finally:
                 self._parsed(translator.parse_s)
+            await self._tell_parsed(params, translator, generation)
+
+    async def _tell_parsed(
+        self, params: ChatParams, translator: ChatTranslator, generation: GenerationOptions
+    ) -> None:
+        """One call for all of the reading while the answer was generated, with the seconds it took."""
+        arguments = {
+            "params": params,
+            "text": translator.text,
+            "partial": translator.message is None,
+            "seconds": translator.parse_s,
+            **_constraints(generation),
+        }
+        if self._calls.pass_through(arguments):
+            return
+
+        async def read(**_arguments: Any) -> ChatMessage | None:
+            return translator.message
+
+        await self._calls.run("chat_parse", arguments, read)
+
+    async def _translator(self, params: ChatParams, stops: Sequence[str]) -> ChatTranslator:
+        """What reads the answer; to load a parser of hundreds of tools takes milliseconds."""
+        if len(params.applied.parser) < LARGE_PARSER:
+            return ChatTranslator(params, self._key, stops)
+        return await trio.to_thread.run_sync(ChatTranslator, params, self._key, stops)
+
+
+def _constraints(generation: GenerationOptions) -> dict[str, Any]:
+    """What of a generation rendering has to know, where it is given."""
+    names = ("json_schema", "grammar", "middleware")
+    return {name: value for name in names if (value := getattr(generation, name)) not in (None, ())}
 
 
 def _content_length(message: Mapping[str, Any]) -> int:

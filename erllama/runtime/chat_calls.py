@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from erllama.chat.options import ChatOptions, Reasoning
@@ -9,10 +10,8 @@ from erllama.engine.purpose import Purpose
 from erllama.errors import InvalidOption
 from erllama.options import GenerationOptions
 
-from .block import Block
-
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from erllama.chat.messages import Message
@@ -20,14 +19,28 @@ if TYPE_CHECKING:
     from erllama.engine.request import EventStream
     from erllama.types import ChatMessage, Completion, Prefilled
 
+    from .block import Block
+    from .calls import Calls
     from .chat import ChatStatistics, ModelChat
-    from .generation import ChatGeneration
+    from .generation import Generation
+
+
+CHAT_OPTIONS = [field.name for field in dataclasses.fields(ChatOptions)]
 
 
 class ChatCalls:
     """The chat half of `Model`."""
 
     _chat: ModelChat
+    _calls: Calls
+
+    def _block(
+        self,
+        name: str,
+        arguments: dict[str, Any],
+        make: Callable[..., AbstractAsyncContextManager[EventStream]],
+    ) -> Block[EventStream]:
+        raise NotImplementedError
 
     async def _collected(self, stream: AbstractAsyncContextManager[EventStream]) -> Completion:
         raise NotImplementedError
@@ -55,26 +68,30 @@ class ChatCalls:
         response_format: Mapping[str, Any] | None = None,
         reasoning: Reasoning = "auto",
         template_kwargs: Mapping[str, Any] | None = None,
-        **generation: Unpack[ChatGeneration],
+        **generation: Unpack[Generation],
     ) -> Completion:
         """Answer a conversation: a `Completion` whose `message` has content, reasoning and tool calls.
 
         `messages` are mappings with role and content, or earlier answers' `message`; a last one of the
         assistant is gone on with. `tools` are described in OpenAI's shape; `tool_choice` is "auto", "none",
-        "required" or names one. `response_format` or `json_schema` hold the content to a schema. There is
-        no limit of tokens but the context unless `max_tokens` says so.
+        "required" or names one. `response_format` or `json_schema` hold the content to a schema.
+        `thinking=False` is `reasoning="off"`, `thinking=True` is "auto". There is no limit of tokens but the
+        context unless `max_tokens` says so.
         Raises: `InvalidContent` naming the message, `InvalidGrammar`, `InvalidOption`, `NotSupported` (no
         chat template, or one that cannot do it), and as `complete`. Cancellation: as `complete`.
         """
-        options = ChatOptions(
-            tools=tools,
-            tool_choice=tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            response_format=response_format,
-            reasoning=reasoning,
-            template_kwargs=template_kwargs,
-        )
-        return await self._collected(self._chat.stream(messages, options, self._generation(generation)))
+        arguments = {
+            "messages": messages,
+            "tools": tools,
+            "tool_choice": tool_choice,
+            "parallel_tool_calls": parallel_tool_calls,
+            "response_format": response_format,
+            "reasoning": reasoning,
+            "template_kwargs": template_kwargs,
+            **generation,
+        }
+        done: Completion = await self._calls.run("chat", arguments, self._answered)
+        return done
 
     def chat_stream(
         self,
@@ -86,30 +103,34 @@ class ChatCalls:
         response_format: Mapping[str, Any] | None = None,
         reasoning: Reasoning = "auto",
         template_kwargs: Mapping[str, Any] | None = None,
-        **generation: Unpack[ChatGeneration],
+        **generation: Unpack[Generation],
     ) -> AbstractAsyncContextManager[EventStream]:
         """`chat` as events: `Token` of the content, `Thinking`, `ThinkingEnd`, `ToolCallDelta`, then `Done`.
 
         Leaving the block ends the request. Raises as `chat`.
         """
-        options = ChatOptions(
-            tools=tools,
-            tool_choice=tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            response_format=response_format,
-            reasoning=reasoning,
-            template_kwargs=template_kwargs,
-        )
-        inner = self._chat.stream(messages, options, self._generation(generation))
-        return Block(inner, "async with model.chat_stream(…) as events")
+        arguments = {
+            "messages": messages,
+            "tools": tools,
+            "tool_choice": tool_choice,
+            "parallel_tool_calls": parallel_tool_calls,
+            "response_format": response_format,
+            "reasoning": reasoning,
+            "template_kwargs": template_kwargs,
+            **generation,
+        }
+        return self._block("chat_stream", arguments, self._asked)
 
-    def _generation(self, given: Mapping[str, Any]) -> GenerationOptions:
+    async def _answered(self, **arguments: Any) -> Completion:
+        return await self._collected(self._asked(**arguments))
+
+    def _asked(self, messages: Sequence[Message], **given: Any) -> AbstractAsyncContextManager[EventStream]:
+        options = {name: given.pop(name) for name in CHAT_OPTIONS if name in given}
+        generation = GenerationOptions(**{"max_tokens": self._n_ctx(), **given})
         if "thinking" in given:
-            raise InvalidOption(
-                "chat has no thinking=: the template decides; say reasoning='off' to ask for none",
-                detail={"key": "thinking", "value": given["thinking"]},
-            )
-        return GenerationOptions(**{"max_tokens": self._n_ctx(), **given})
+            options["reasoning"] = _reasoning(options["reasoning"], thinking=generation.thinking)
+            generation = dataclasses.replace(generation, thinking=False)
+        return self._chat.stream(messages, ChatOptions(**options), generation)
 
     async def render_chat_template(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """Token ids of a conversation, as `chat` computes it. `options` are those of `chat_apply`."""
@@ -118,11 +139,11 @@ class ChatCalls:
     async def chat_apply(self, messages: Sequence[Message], **options: Any) -> ChatParams:
         """Render a conversation and compute nothing: `prompt`, `prompt_ids`, and what `chat_parse` needs.
 
-        `options` are `chat`'s besides generation, `json_schema`, and `add_generation_prompt`.
+        `options` are `chat`'s besides generation, `json_schema`, `middleware`, and `add_generation_prompt`.
         Raises: as `chat`. Cancellation: leaves a worker thread to itself.
         """
-        schema = options.pop("json_schema", None)
-        generation = GenerationOptions(json_schema=schema)
+        own = {name: options.pop(name) for name in ("json_schema", "middleware") if name in options}
+        generation = GenerationOptions(**own)
         return await self._chat.apply(messages, ChatOptions(**options), generation)
 
     async def chat_parse(self, params: ChatParams, text: str, partial: bool = False) -> ChatMessage:
@@ -144,8 +165,15 @@ class ChatCalls:
 
         `options` are those of `chat_apply`. Raises and cancels as `chat`.
         """
+        arguments = {"messages": messages, "session_id": session_id, "on_full": on_full, **options}
+        done: Prefilled = await self._calls.run("warm", arguments, self._warm)
+        return done
+
+    async def _warm(
+        self, messages: Sequence[Message], session_id: Hashable, on_full: str, **options: Any
+    ) -> Prefilled:
         params = await self.chat_apply(messages, **options)
-        generation = GenerationOptions(session_id=session_id, on_full=on_full)
+        generation = GenerationOptions(session_id=session_id, on_full=on_full)  # type: ignore[arg-type]
         return await self._prefill(params.prompt_ids, generation, Purpose.PREFILL, is_text=True)
 
     def chat_purge(self) -> bool:
@@ -155,3 +183,13 @@ class ChatCalls:
     def chat_statistics(self) -> ChatStatistics:
         """Counts and seconds of rendering and reading."""
         return self._chat.statistics()
+
+
+def _reasoning(given: Reasoning, *, thinking: bool) -> Reasoning:
+    """What `thinking` means among the words of `reasoning`. Raises: `InvalidOption` where both disagree."""
+    if given != "auto" and thinking == (given == "off"):
+        raise InvalidOption(
+            f"thinking={thinking} and reasoning={given!r} do not agree; give one of them",
+            detail={"key": "thinking", "value": thinking},
+        )
+    return given if thinking else "off"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from erllama.chat.prompt import ChatParams
-    from erllama.types import Completion
+    from erllama.types import ChatMessage, Completion
 
 
 class ThinkingBlock:
@@ -47,6 +47,7 @@ class ChatTranslator:
         self._block = ThinkingBlock(key)
         self._stops = tuple(stops)
         self._own_stops = params.applied.stops
+        self.message: ChatMessage | None = None  # once the answer is over
 
     def __enter__(self) -> ChatTranslator:
         self._answer.__enter__()
@@ -56,9 +57,23 @@ class ChatTranslator:
         self._answer.__exit__(*error)
 
     @property
+    def text(self) -> str:
+        """The answer as it was generated, so far."""
+        return self._answer.text
+
+    @property
     def parse_s(self) -> float:
         """Seconds spent on reading the answer."""
         return self._answer.parse_s
+
+    def is_slow(self, event: Event) -> bool:
+        """Whether it would keep the event loop waiting for milliseconds."""
+        match event:
+            case Token():
+                return self._answer.is_slow(len(event.text))
+            case Done():
+                return self._answer.is_slow()
+        return False
 
     def __call__(self, event: Event) -> list[Event]:
         """What becomes of one of the engine's events."""
@@ -85,6 +100,7 @@ class ChatTranslator:
     def _finished(self, completion: Completion, request: Request) -> list[Event]:
         ended = completion.stop_sequence is None or completion.stop_sequence in self._own_stops
         deltas, message = self._answer.finish(complete=ended and completion.finish_reason == "stop")
+        self.message = message
         events = [*self._events(deltas, request), *self._block.end(request)]
         stop = completion.stop_sequence if completion.stop_sequence in self._stops else None
         answered = dataclasses.replace(completion, reply=message.content, message=message, stop_sequence=stop)
@@ -98,6 +114,10 @@ class ThinkingTranslator:
         self._splitter = ThinkingSplitter(*markers, budget)
         self._block = ThinkingBlock(key)
         self._reply: list[str] = []
+
+    def is_slow(self, _event: Event) -> bool:
+        """Never."""
+        return False
 
     def __call__(self, event: Event) -> list[Event]:
         """What becomes of one of the engine's events."""

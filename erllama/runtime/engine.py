@@ -45,6 +45,7 @@ from erllama.options import (
 
 from .block import Block
 from .cache import Cache
+from .calls import Calls
 from .chat import ModelChat
 from .model import Model
 from .raw_thinking import RawThinking
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from erllama.checks import Check
     from erllama.kvcache.store import KvStore
     from erllama.kvcache.tiers import DiskTier, RamFileTier
+    from erllama.middleware import Middleware
     from erllama.types import Request
 
     from .info import ModelInfo, RequestInfo
@@ -75,6 +77,7 @@ class EngineOverrides(TypedDict, total=False):
     evict_save_timeout_s: float
     chat_cache_size: int
     thinking_signing_key: bytes | None
+    middleware: Sequence[Middleware]
 
 
 class Engine:
@@ -196,8 +199,12 @@ class Engine:
         self, handle: Handle, file: str | None, template: str | None, markers: tuple[str, str] | None
     ) -> Model:
         key, n_events = self.config.thinking_signing_key, self.config.stream_buffer_events
-        chat = ModelChat(handle, self._templates, template=template, signing_key=key, buffer_events=n_events)
-        return Model(handle, file, n_events, chat, None if markers is None else RawThinking(markers, key))
+        calls = Calls(handle.model_id, self.config.middleware)
+        chat = ModelChat(
+            handle, self._templates, calls, template=template, signing_key=key, buffer_events=n_events
+        )
+        thinking = None if markers is None else RawThinking(markers, key)
+        return Model(handle, file, n_events, chat, calls, thinking)
 
     def _check_tier(self, tier: str) -> None:
         known = [t.name for t in self.cache.list_tiers()]

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
+    from erllama.middleware import Middleware
+
 
 class Sampling(TypedDict, total=False):
     """See `erllama.options.GenerationOptions` for meaning, range and default of each."""
@@ -29,19 +31,13 @@ class Sampling(TypedDict, total=False):
     cache: Literal["on", "read", "off"]
     prefix_checkpoint_len: int | None
     exact: Literal["session", "cold"] | None
+    middleware: Sequence[Middleware]
 
 
 class Continuation(Sampling, total=False):
-    """The same, for prompts that are nobody's template's."""
+    """The same, and whether thinking is told apart."""
 
     thinking: bool
-
-
-class ChatGeneration(Sampling, total=False):
-    """The same for an answer of `chat`, whose thinking is its template's matter."""
-
-    session_id: Hashable
-    parent_key: bytes | None
 
 
 class Generation(Continuation, total=False):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from erllama.types import CacheHit, Exactness
+    from erllama.types import CacheHit, EmbeddingFacts, Exactness
 
 Phase = Literal["idle", "prefilling", "generating"]
 
@@ -19,7 +19,8 @@ class ModelInfo:
 
     `available_seqs` sequences are free, `pinned_idle_seqs` are held for sessions and are taken back when
     nothing else is free; the others run. `parts`: what of its memory is kept ("base", "window", "state"; none
-    where nothing is, `details["not_kept"]` says why).
+    where nothing is, `details["not_kept"]` says why). `embeddings`: how it embeds; None if it was not
+    loaded for that. `generates`: False of a model that does nothing else.
     `vram_estimate_bytes`: weights, KV and compute buffers together, wherever they are.
     """
 
@@ -37,6 +38,8 @@ class ModelInfo:
     quant_tag: str
     exactness: Exactness
     parts: tuple[str, ...]
+    embeddings: EmbeddingFacts | None
+    generates: bool
     vram_estimate_bytes: int
     loaded_at_monotonic: float
     details: Mapping[str, Any]

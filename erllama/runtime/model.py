@@ -27,15 +27,17 @@ from erllama.types import CacheHit, Completion, Done, Event, Exactness, Prefille
 
 from .block import Block
 from .chat_calls import ChatCalls
+from .embed_calls import EmbedCalls
 from .info import ModelInfo, Phase, RequestInfo
 from .kept import Pins, cached_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Callable, Hashable
 
     from erllama.engine.handle import Handle
     from erllama.engine.statistics import ActorStatistics
 
+    from .calls import Calls
     from .chat import ModelChat
     from .generation import Continuation, Generation
     from .raw_thinking import RawThinking
@@ -45,7 +47,7 @@ RESET_PATIENCE_S = 5.0
 PLAIN_CALL_BYTES = 64 << 10  # longer text is tokenised in a worker thread, off the event loop
 
 
-class Model(ChatCalls):
+class Model(ChatCalls, EmbedCalls):
     """A loaded model. Made by `Engine.load_model`; once it is unloaded, every method but `unload` and
     `wait_closed` raises `NotLoaded`.
     """
@@ -56,10 +58,12 @@ class Model(ChatCalls):
         path: str | None,
         buffer_events: int,
         chat: ModelChat,
+        calls: Calls,
         thinking: RawThinking | None = None,
     ) -> None:
         self.handle = handle  # the engine's; not for users
         self._chat = chat
+        self._calls = calls
         self._thinking = thinking
         self._path = path
         self._buffer_events = buffer_events
@@ -86,8 +90,11 @@ class Model(ChatCalls):
         Raises: `RequestError` before anything was computed, `Overloaded`, `EngineError`.
         Cancellation: ends the request at the next step's border; nothing is returned.
         """
-        async with self.stream(prompt, **generation) as events:
-            return await collect(events)
+        done: Completion = await self._calls.run("complete", {"prompt": prompt, **generation}, self._complete)
+        return done
+
+    async def _complete(self, prompt: Prompt, **generation: Any) -> Completion:
+        return await self._collected(self._opened(prompt, **generation))
 
     def stream(
         self, prompt: Prompt, **generation: Unpack[Generation]
@@ -96,8 +103,21 @@ class Model(ChatCalls):
 
         Leaving the block ends the request. A slow reader slows only its own request. Raises as `complete`.
         """
-        inner = self._stream(prompt, GenerationOptions(**generation))
-        return Block(inner, "async with model.stream(…) as events")
+        return self._block("stream", {"prompt": prompt, **generation}, self._opened)
+
+    def _opened(self, prompt: Prompt, **generation: Any) -> AbstractAsyncContextManager[EventStream]:
+        return self._stream(prompt, GenerationOptions(**generation))
+
+    def _block(
+        self,
+        name: str,
+        arguments: dict[str, Any],
+        make: Callable[..., AbstractAsyncContextManager[EventStream]],
+    ) -> Block[EventStream]:
+        """A request's block, behind the middleware if there is any."""
+        plain = self._calls.pass_through(arguments)
+        inner = make(**arguments) if plain else self._calls.enter(name, arguments, make)
+        return Block(inner, f"async with model.{name}(…) as events")
 
     @asynccontextmanager
     async def _stream(self, prompt: Prompt, options: GenerationOptions) -> AsyncIterator[EventStream]:
@@ -151,10 +171,15 @@ class Model(ChatCalls):
 
         Requests with `exact="cold"` find only what was computed so. Raises and cancels as `complete`.
         """
-        options = GenerationOptions(
-            parent_key=parent_key, session_id=session_id, on_full=on_full, exact=exact
+        options = {"parent_key": parent_key, "session_id": session_id, "on_full": on_full, "exact": exact}
+        done: Prefilled = await self._calls.run(
+            "prefill_only", {"prompt": prompt, **options}, self._prefill_only
         )
-        return await self._prefill(await self._prompt_ids(prompt), options, Purpose.PREFILL)
+        return done
+
+    async def _prefill_only(self, prompt: Prompt, **options: Any) -> Prefilled:
+        checked = GenerationOptions(**options)
+        return await self._prefill(await self._prompt_ids(prompt), checked, Purpose.PREFILL)
 
     async def _prefill(
         self,
@@ -199,10 +224,17 @@ class Model(ChatCalls):
         `StickyBusy`, `TranscriptMismatch`, `NotSupported` (this model's memory cannot be cut).
         Cancellation: as `complete`; the session keeps what was computed.
         """
-        async with self.continue_stream(
-            tail_tokens, session_id=session_id, expect_committed=expect_committed, **generation
-        ) as events:
-            return await collect(events)
+        arguments = {
+            "tail_tokens": tail_tokens,
+            "session_id": session_id,
+            "expect_committed": expect_committed,
+            **generation,
+        }
+        done: Completion = await self._calls.run("continue_", arguments, self._continue_whole)
+        return done
+
+    async def _continue_whole(self, **arguments: Any) -> Completion:
+        return await self._collected(self._continued(**arguments))
 
     def continue_stream(
         self,
@@ -213,6 +245,21 @@ class Model(ChatCalls):
         **generation: Unpack[Continuation],
     ) -> AbstractAsyncContextManager[EventStream]:
         """`continue_` as events; see `stream`."""
+        arguments = {
+            "tail_tokens": tail_tokens,
+            "session_id": session_id,
+            "expect_committed": expect_committed,
+            **generation,
+        }
+        return self._block("continue_stream", arguments, self._continued)
+
+    def _continued(
+        self,
+        tail_tokens: Prompt,
+        session_id: Hashable = None,
+        expect_committed: Sequence[int] | None = None,
+        **generation: Any,
+    ) -> AbstractAsyncContextManager[EventStream]:
         if session_id is None:
             raise MissingOption("continuing needs the session_id of an earlier request", detail="session_id")
         options = GenerationOptions(session_id=session_id, **generation)
@@ -426,6 +473,8 @@ class Model(ChatCalls):
                 deterministic=handle.deterministic,
             ),
             parts=() if handle.facts.layout is None else handle.facts.layout.parts,
+            embeddings=handle.facts.embeddings,
+            generates=handle.facts.generates,
             vram_estimate_bytes=handle.facts.memory_bytes,
             loaded_at_monotonic=handle.loaded_at,
             details=dict(handle.facts.details),

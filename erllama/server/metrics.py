@@ -36,7 +36,7 @@ class Metrics:
         )  # fmt: skip
         self._tokens = Counter(
             "erllama_tokens",
-            "Tokens: of prompts, of these reused, generated",
+            "Tokens: of prompts, of these reused, generated, embedded",
             ("model", "kind"),
             registry=registry,
         )
@@ -78,6 +78,10 @@ class Metrics:
     def admitted(self, op: str, seconds: float) -> None:
         """The engine has a request."""
         self._admit.labels(op).observe(seconds)
+
+    def embedded(self, model: str, n_tokens: int) -> None:
+        """Tokens were embedded."""
+        self._tokens.labels(model, "embedded").inc(n_tokens)
 
     def begun(self, model: str) -> None:
         """An answer is being generated."""

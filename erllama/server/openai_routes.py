@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from erllama.errors import InvalidOption, NotSupported
+from erllama.errors import InvalidOption
 
 from .body import check_count
 from .openai_ask import chat_ask, text_ask
 from .openai_body import ChatBody, DetokenizeBody, EmbeddingsBody, ResponsesBody, TextBody, TokenizeBody
 from .openai_chat import ChatReply, TextReply
+from .openai_embeddings import openai_embeddings
 from .openai_responses import ResponsesReply, Threads, responses_ask
+from .presence import while_present
+from .record import record_of
 from .reply import AnswerReply
 from .service import session_of
 
@@ -52,13 +55,11 @@ def openai_routes(service: Service) -> APIRouter:
         return AnswerReply(service.generator, ask, ResponsesReply(body, ask, threads), stream=body.stream)
 
     @router.post("/v1/embeddings")
-    async def embeddings(body: EmbeddingsBody) -> Response:
-        """Not supported yet."""
-        check_count(
-            "input", body.input if isinstance(body.input, list) else None, limits.max_embedding_inputs
+    async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
+        """Vectors of texts or token ids."""
+        return await while_present(
+            request, lambda: openai_embeddings(service, body, record_of(request.scope))
         )
-        service.spec(body.model)
-        raise NotSupported("embeddings are not supported yet")
 
     @router.get("/v1/models")
     async def list_models(request: Request) -> JSONResponse:

@@ -19,6 +19,8 @@ import trio
 
 from erllama.errors import ErllamaError, LoadFailed, ModelWouldOom, QueueFull, QueueTimeout
 
+from .embedding_models import context_of
+
 if TYPE_CHECKING:
     import erllama
 
@@ -326,7 +328,7 @@ def loader(engine: erllama.Engine, *, tier: str, policy: erllama.SavePolicy) -> 
             file,
             model_id=spec.name,
             model=spec.table.model_options(),
-            context=spec.table.context_options(),
+            context=await context_of(spec.table, file),
             policy=policy,
             tier=tier,
             chat_template=text,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -28,7 +28,8 @@ class ModelTable(_Table):
     """One model. `path` may be left out for the small default model.
 
     `context` and `load` are fields of `ContextOptions` and `ModelOptions`; `exact`, `deterministic` as
-    `load_model` takes them.
+    `load_model` takes them. `embeddings`: whether it is opened to embed; None: if its file says so.
+    `embedding_dimensions`: lengths that its vectors were trained to be cut to.
     """
 
     path: str | None = None
@@ -37,13 +38,23 @@ class ModelTable(_Table):
     chat_template_file: str | None = None
     exact: Literal["session", "cold"] = "session"
     deterministic: bool = False
+    embeddings: bool | None = None
+    embedding_dimensions: tuple[Annotated[int, Field(ge=1)], ...] = ()
     keep_alive_s: float | None = None
     queue_depth: int | None = Field(default=None, ge=0)
     queue_timeout_s: float | None = Field(default=None, gt=0)
 
-    def context_options(self) -> ContextOptions:
-        """With the server's defaults. Raises: `UnknownOption`, `InvalidOption`."""
-        return ContextOptions(**{"n_ctx": N_CTX, "n_seq_max": N_SEQ_MAX, **self.context})
+    def context_options(self, **defaults: Any) -> ContextOptions:
+        """With these defaults, else the server's. Raises: `UnknownOption`, `InvalidOption`."""
+        made = {"n_ctx": N_CTX, "n_seq_max": N_SEQ_MAX, **defaults, **self.context}
+        if self.embeddings is not None:
+            made["embeddings"] = self.embeddings
+        return ContextOptions(**made)
+
+    @property
+    def wants_embeddings(self) -> bool | None:
+        """What the settings say; None if nothing."""
+        return self.context.get("embeddings") if self.embeddings is None else self.embeddings
 
     def model_options(self) -> ModelOptions:
         """Raises: `UnknownOption`, `InvalidOption`."""

@@ -16,3 +16,5 @@ from .client import scripted_client as scripted_client
 from .fake import FakeBackend as FakeBackend
 from .fake import FakeSampler as FakeSampler
 from .fake import Script as Script
+from .fake_embedder import FakeEmbedder as FakeEmbedder
+from .fake_embedder import fake_vector as fake_vector

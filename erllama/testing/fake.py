@@ -17,9 +17,12 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from erllama.backend import (
     BackendFacts,
+    EmbedResult,
+    EmbedRow,
     Layout,
     MemoryKind,
     PartKind,
@@ -30,11 +33,14 @@ from erllama.backend import (
     StepResult,
     StepStatus,
 )
-from erllama.errors import InvalidContent, InvalidGrammar, InvalidOption
+from erllama.errors import InvalidContent, InvalidGrammar, InvalidOption, NotSupported
 from erllama.types import TokenLogprob
 
 from .fake_memory import LAYOUTS, FakeMemory, State
 from .fake_memory import Cell as Cell  # what `memory` consists of
+
+if TYPE_CHECKING:
+    from .fake_embedder import FakeEmbedder
 
 EOG = 256  # ends a generation
 CONTROL = 257  # shows nothing
@@ -68,8 +74,8 @@ class FakeBackend:
 
     `step_delay_s` passes in every step: on the mock clock when `threaded` is False (calls run inline in
     the trio thread), for real otherwise, where `abort` ends it early. `before_step` sees each step first
-    and may return a `StepResult` to answer instead, or raise. `window` is how far back WINDOW memory looks
-    (0 there: 64).
+    and may return a `StepResult` to answer instead, or raise. With an `embedder` it gives embeddings too, and
+    unless it `generates` nothing else. `window` is how far back WINDOW memory looks (0 there: 64).
     """
 
     n_ctx: int = 4096
@@ -83,6 +89,8 @@ class FakeBackend:
     step_delay_s: float = 0.0
     script: Script | None = None
     before_step: Callable[[Step], StepResult | None] | None = None
+    embedder: FakeEmbedder | None = None
+    generates: bool = True
 
     steps: list[Step] = field(default_factory=list, init=False)
     slots: dict[int, FakeMemory] = field(default_factory=dict, init=False)
@@ -120,6 +128,8 @@ class FakeBackend:
             streams_separate=self.streams_separate,
             shape_hash=f"FakeBackend {self.memory_kind.value} {self.window}".encode(),
             layout=self._layout if self._is_kept else None,
+            embeddings=None if self.embedder is None else self.embedder.facts,
+            generates=self.generates,
         )
 
     @property
@@ -236,6 +246,22 @@ class FakeBackend:
     def clear_abort(self) -> None:
         """See `OptionalBackend.clear_abort`."""
         self._abort.clear()
+
+    def embed(self, rows: Sequence[EmbedRow], budget_s: float | None = None) -> EmbedResult:
+        """See `OptionalBackend.embed`."""
+        if self.embedder is None:
+            raise NotSupported("this FakeBackend has no embedder")
+        return self.embedder.embed(rows, budget_s)
+
+    def abort_embed(self) -> None:
+        """See `OptionalBackend.abort_embed`."""
+        if self.embedder is not None:
+            self.embedder.abort()
+
+    def clear_abort_embed(self) -> None:
+        """See `OptionalBackend.clear_abort_embed`."""
+        if self.embedder is not None:
+            self.embedder.clear_abort()
 
     def new_sampler(self, params: SamplingParams) -> FakeSampler:
         """See `OptionalBackend.new_sampler`. The only grammar it knows is `root ::= digits`."""

@@ -136,3 +136,10 @@ def test_building_the_server_tools_later_keeps_the_objects_of_the_libraries():
         == native.native_key("", plain, "c", LINUX)
     )
     assert native.recipe_key(plan(native=True), "c", LINUX) != native.recipe_key(plain, "c", LINUX)
+
+
+def test_the_build_stamp_is_the_same_with_the_server_tools():
+    """Adding llama-server leaves the key that saved KV is named after; what is in the cache differs."""
+    plain, tools = plan(), plan(server_tools=True)
+    assert native.library_key("tree", tools, "c", LINUX) == native.native_key("tree", plain, "c", LINUX)
+    assert native.native_key("tree", tools, "c", LINUX) != native.native_key("tree", plain, "c", LINUX)

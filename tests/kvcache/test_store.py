@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import trio
+import trio.testing
 
 from erllama.errors import InvalidConfig, InvalidOption, UnknownOption
 from erllama.kvcache.files import Files
 from erllama.kvcache.key import Identity, Prompt
 from erllama.kvcache.kinds import PartKind, Provenance, Refusal, SaveReason
+from erllama.kvcache.loader import N_READY
 from erllama.kvcache.policy import SavePolicy
+from erllama.kvcache.runner import InlineRunner
 from erllama.kvcache.store import open_store
 from erllama.kvcache.tiers import DiskTier, RamFileTier, RamTier
 
@@ -46,18 +49,40 @@ async def test_save_and_load_in_ram() -> None:
 
 @pytest.mark.parametrize("kind", [DiskTier, RamFileTier])
 async def test_files_survive_a_restart(tmp_path: pathlib.Path, kind: type) -> None:
-    """K4, P4: a new process finds everything; reads go straight into pooled buffers."""
-    for turn in range(2):
-        async with open_store(tiers=[kind("kv", str(tmp_path))]) as store:
-            b = Bench(store, Clock())
-            if turn == 0:
-                saved = await b.save_path(CHAT, tier="kv")
-                assert all([await s.wait_durable() for s in saved])
-            else:
-                assert await b.read(CHAT) == 14
-                assert await b.read(CHAT) == 14
-                assert store.statistics().bytes_read == {"kv": 4 * PART_BYTES}, "the second read does no I/O"
-            await b.settle()
+    """K4, P4: a new process finds everything; the first read passes through, later ones stay in RAM."""
+    async with open_store(tiers=[kind("kv", str(tmp_path))], run=InlineRunner()) as store:
+        b = Bench(store, Clock())
+        assert all([await s.wait_durable() for s in await b.save_path(CHAT, tier="kv")])
+    async with open_store(tiers=[kind("kv", str(tmp_path))], run=InlineRunner()) as store:
+        b, n_copies = Bench(store, Clock()), []
+        for _ in range(4):
+            await trio.testing.wait_all_tasks_blocked()
+            assert await b.read(CHAT) == 14
+            n_copies.append(len(store._catalog.ram))
+        assert n_copies == [0, N_READY - 1, 4, 4], "one used buffer is always left to go on with"
+        assert store.statistics().bytes_read == {"kv": (4 + 4 + 1) * PART_BYTES}, (
+            "the fourth time does no I/O"
+        )
+        await b.settle()
+
+
+async def test_buffers_for_the_first_reads_after_a_restart_are_ready(tmp_path: pathlib.Path) -> None:
+    """D8: before anybody asks, buffers of the files' size were touched; a first read makes none."""
+    async with bench(tmp_path) as b:
+        await b.save_path(CHAT, tier="kv")
+        await b.settle()
+    async with open_store(tiers=[DiskTier("kv", str(tmp_path))], run=InlineRunner()) as store:
+        await trio.testing.wait_all_tasks_blocked()
+        ready = store.statistics().arena
+        assert (ready.made, ready.idle_bytes > 0, ready.lost) == (N_READY, True, 0)
+        match = await store.find(IDENTITY, Prompt.of(CHAT))
+        with store.lease(match) as lease:
+            for index in range(len(lease.nodes)):
+                data = await lease.load(index)
+                assert data is not None
+                data.release()
+                lease.release(index)
+        assert store.statistics().arena.made == N_READY
 
 
 async def test_a_shared_prefix_is_stored_once(tmp_path: pathlib.Path) -> None:

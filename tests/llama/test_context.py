@@ -357,6 +357,21 @@ def test_rows_of_a_causal_embedding_context(tiny: Callable[[str], Model], open_c
     assert context.decode(batch) == 0
 
 
+@pytest.mark.parametrize("kind", ["bert", "positions"])
+def test_learned_positions_end(tiny: Callable[[str], Model], open_context: OpenContext, kind: str) -> None:
+    """llama.cpp asserts on a position that the model has no row for."""
+    context = open_context(
+        tiny(kind), n_ctx=512, n_batch=300, n_seq_max=1, embeddings=kind == "bert", n_outputs_max=1
+    )
+    batch = Batch(300)
+    batch.add(0, [20] * 129, 0, output="all" if kind == "bert" else "last")
+    with pytest.raises(InvalidBatch, match="position 128, and this model has 128"):
+        context.decode(batch)
+    batch.clear()
+    batch.add(0, [20] * 128, 0, output="all" if kind == "bert" else "last")
+    assert context.decode(batch) == 0
+
+
 def test_compute_buffer_stays_small(gemma: Model, open_context: OpenContext) -> None:
     """LLAMA_CPP: with 8 outputs gemma-3-270m needs under 40 MiB to compute, with 512 over ten times that."""
     small = open_context(gemma, n_ctx=2048, n_batch=512, n_outputs_max=8).memory_bytes.compute_bytes

@@ -14,12 +14,13 @@ from erllama.backend import Guide, ThinkingSpan
 from erllama.errors import (
     DecodeFailed,
     HandleClosed,
+    InvalidBatch,
     InvalidGrammar,
     NativeError,
     NoLogits,
     NotSupported,
 )
-from erllama.llama import Batch, SamplerChain, SamplerParams, live_samplers, sample_rows
+from erllama.llama import Batch, SamplerChain, SamplerParams, decode_rows, live_samplers, sample_rows
 
 from .support import feed, prompt
 
@@ -278,3 +279,81 @@ def test_which_chains_leave_most_of_the_vocabulary_out(
     for unheard_of, expected in ((0, 40), (1, 0)):
         with SamplerChain(tiny("dense").vocab, More(unheard_of=unheard_of)) as one:
             assert one.row.top_k == expected
+
+
+# --- decoded and sampled in one call ---
+
+
+def _start(batch: Batch, tokens: list[int]) -> list[int]:
+    """Two sequences with one half each, the last rows marked; returns these."""
+    half = len(tokens) // 2
+    batch.clear()
+    return [batch.add(seq, tokens[seq * half : (seq + 1) * half], 0) for seq in range(2)]
+
+
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.0}, {}, {"repetition_penalty": 1.3}, {"grammar": DIGITS}]
+)
+def test_decoding_and_sampling_in_one_call_is_the_same_as_in_two(
+    tiny: Callable[[str], Model],
+    open_context: OpenContext,
+    chain: Callable[..., SamplerChain],
+    params: dict[str, Any],
+) -> None:
+    """Twenty steps of two sequences: the same tokens, the same logits, in the same order."""
+    dense, told = tiny("dense"), []
+    for merged in (False, True):
+        context, batch = open_context(dense, n_seq_max=2), Batch(64, 2)
+        chains = [chain(dense, seed=i, **params) for i in range(2)]
+        rows, found = _start(batch, prompt(dense, 20)), []
+        for i in range(20):
+            if merged:
+                decoded = decode_rows(context, batch, chains, rows)
+                assert (decoded.rc, len(decoded.outcomes)) == (0, 2)
+                assert min(decoded.compute_s, decoded.cpu_s, decoded.sample_s) > 0
+                tokens = decoded.outcomes
+            else:
+                assert context.decode(batch) == 0
+                tokens = sample_rows(context, chains, rows)
+            found.append((tokens, [context.logits(row).tobytes() for row in rows]))
+            batch.fill([0, 1], tokens, [10 + i, 10 + i])
+            rows = [0, 1]
+        told.append(found)
+    assert told[0] == told[1]
+
+
+def test_what_is_not_decoded_is_not_sampled(
+    tiny: Callable[[str], Model], open_context: OpenContext, chain: Callable[..., SamplerChain]
+) -> None:
+    """Refused, aborted or without room: no chain draws, so the next try gives what the first would have."""
+    dense = tiny("dense")
+    context, batch = open_context(dense), Batch(64)
+    drawing, fresh = chain(dense, seed=1), chain(dense, seed=1)
+    row = batch.add(0, [*prompt(dense, 10), dense.facts.n_vocab], 0)
+    with pytest.raises(InvalidBatch):
+        decode_rows(context, batch, [drawing], [row])
+    batch.clear()
+    row = batch.add(0, prompt(dense, 10), 0)
+    context.abort.raise_flag()
+    decoded = decode_rows(context, batch, [drawing], [row])
+    assert (decoded.rc, decoded.outcomes, decoded.sample_s) == (2, [], 0.0)
+    context.abort.clear()
+    context.memory.clear(data=False)
+    assert decode_rows(context, batch, [drawing], [row]).outcomes == [fresh.sample(context, row)]
+
+
+def test_rows_that_will_have_no_logits_are_refused(
+    tiny: Callable[[str], Model], open_context: OpenContext, chain: Callable[..., SamplerChain]
+) -> None:
+    """They are known before the decode: the others are sampled."""
+    dense = tiny("dense")
+    context, batch = open_context(dense), Batch(64)
+    batch.add(0, prompt(dense, 20), 0)
+    rows = [0, 18, 20, -1, -5, 19]
+    closed = chain(dense)
+    chains = [*(chain(dense, temperature=0.0) for _ in rows), closed]
+    closed.close()
+    decoded = decode_rows(context, batch, chains, [*rows, 19])
+    kinds = [NoLogits] * 5 + [int, HandleClosed]
+    assert [type(each) for each in decoded.outcomes] == kinds
+    assert decoded.outcomes[5] == int(context.logits(19).argmax())

@@ -43,10 +43,10 @@ class Budget:
 
 #                           native   hops  entries  calls   kept  left
 BUDGETS = {
-    ("fake", 1): Budget(None, None, 3.2, 115, None, None),
-    ("fake", 8): Budget(None, None, 3.2, 47, None, None),
-    ("tiny", 1): Budget(2.4, 1.05, 2.2, 163, 8.0, 0.2),
-    ("tiny", 8): Budget(3.4, 1.05, 2.2, 58.5, 3.0, 0.2),
+    ("fake", 1): Budget(None, None, 3.2, 112, None, None),
+    ("fake", 8): Budget(None, None, 3.2, 42, None, None),
+    ("tiny", 1): Budget(1.4, 0.12, 0.4, 95, 3.0, 0.2),
+    ("tiny", 8): Budget(2.4, 0.12, 0.4, 39, 3.0, 0.2),
 }
 # Bytes, of the KV that is new (exported, written) or asked back (imported); what is above 1 are headers.
 COPIES = {"exported": 1.06, "imported": 1.06, "written": 1.06}

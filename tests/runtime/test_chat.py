@@ -304,7 +304,10 @@ async def test_bad_tools_are_typed_errors(tools):
         {"parallel_tool_calls": 1},
         {"template_kwargs": {"enable_thinking": "yes"}},
         {"temperature": -1},
-        {"thinking": True},
+        {"thinking": True, "reasoning": "off"},
+        {"thinking": False, "reasoning": "inline"},
+        {"thinking": "yes"},
+        {"middleware": [3]},
     ],
     ids=str,
 )
@@ -595,3 +598,24 @@ async def test_an_empty_grammar_is_not_passed_over():
         except (InvalidOption, InvalidGrammar):
             return
     assert backend.params[0].grammar == ""
+
+
+async def test_thinking_says_what_reasoning_says():
+    """`thinking=False` is `reasoning="off"`; True leaves it to the template."""
+    backend = ScriptedChat()
+    async with loaded(backend) as model:
+        for given in ({"thinking": False}, {"reasoning": "off"}, {"thinking": True}, {}):
+            await model.chat([USER], **given)
+    off, said, on, default = backend.prompts
+    assert off == said
+    assert on == default
+    assert off != on
+
+
+async def test_a_model_that_is_unloaded_keeps_no_template():
+    """Also where a rendering that nobody waits for is still going on."""
+    async with erllama.open_engine() as engine:
+        model = await load(engine, ScriptedChat(), "one")
+        await model.chat([USER])
+        await model.unload()
+        assert not engine._templates.purge(model.handle)

@@ -561,7 +561,7 @@ class Minimal:
 
 
 async def test_what_a_minimal_backend_lacks_is_not_supported():
-    """M13: completing ids works; text, grammar and detokenising raise NotSupported naming what is missing."""
+    """M13: completing ids works; all that needs more raises NotSupported and says what is missing."""
     async with open_engine() as engine:
         model = await engine.load_model(backend=Minimal(), context=ContextOptions(n_batch=32))
         assert (await model.complete([1, 2], max_tokens=3)).generated == [1, 1, 1]
@@ -573,4 +573,7 @@ async def test_what_a_minimal_backend_lacks_is_not_supported():
         ):
             with pytest.raises(NotSupported, match=f"no {missing}"):
                 await call()
+        for embed in (lambda: model.embed([1]), lambda: model.embed_batch([[1], [2]])):
+            with pytest.raises(NotSupported, match="its backend cannot"):
+                await embed()
         await wait_idle(model)

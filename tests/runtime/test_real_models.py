@@ -320,6 +320,19 @@ async def test_what_cannot_generate_says_so_at_load(
         assert (await model.complete("ok", max_tokens=2)).generated
 
 
+async def test_learned_positions_bound_a_request(tiny_gguf: Callable[[str], Path]) -> None:
+    """X29: a model with 128 positions has a context of 128, however many cells there are."""
+    async with erllama.open_engine() as engine:
+        model = await engine.load_model(tiny_gguf("positions"), context=ContextOptions(n_threads=1))
+        assert model.info().n_ctx == 128
+        done = await model.complete([20] * 120, max_tokens=64, temperature=0.0)
+        assert (len(done.generated), done.finish_reason) == (8, "length")
+        with pytest.raises(erllama.ContextOverflow):
+            await model.complete([20] * 128)
+        with pytest.raises(erllama.ContextOverflow):
+            await model.prefill_only([20] * 128)
+
+
 async def test_logprobs_are_of_the_model(smollm2_path: Path) -> None:
     """Greedy decoding takes the likeliest token, and its log-probability is a proper one."""
     async with erllama.open_engine() as engine:

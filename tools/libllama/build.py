@@ -125,8 +125,10 @@ def _run(request: Request, profile: Profile, pin: Pin, on: Platform, progress: P
     toolkit = toolkit_id(profile.backend)
     key = native.native_key(digest, profile, compilers.id, on, toolkit)
     entry = native.entry_dir(key)
-    base = f"{profile.backend}-{key}"
-    lock = entry.with_name(f".{key}.lock")
+    library = native.library_key(digest, profile, compilers.id, on, toolkit)
+    base = f"{profile.backend}-{library}"
+    # Builds with and without upstream's programs have an entry each, but share the binding.
+    lock = entry.with_name(f".{library}.lock")
     with disk_errors("Using the cache folder", entry), locked(lock, waiting=progress.note) as held:
         if request.clean:
             for folder in (entry, binding_dir(base)):

@@ -65,12 +65,22 @@ def native_key(
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:24]
 
 
+def library_key(
+    source_digest: str, profile: Profile, compiler_id: str, on: Platform, toolkit: str = ""
+) -> str:
+    """The name of the libraries alone: equal with and without upstream's programs beside them.
+
+    The build stamp holds this one, so that adding llama-server to a build leaves saved KV valid.
+    """
+    return native_key(source_digest, profile.without_tools(), compiler_id, on, toolkit)
+
+
 def recipe_key(profile: Profile, compiler_id: str, on: Platform, toolkit: str = "") -> str:
     """The name of what decides, besides the sources, about the objects of a build folder.
 
     Upstream's programs add objects and change none, so building them keeps those of the libraries.
     """
-    return native_key("", profile.without_tools(), compiler_id, on, toolkit)
+    return library_key("", profile, compiler_id, on, toolkit)
 
 
 def entry_dir(key: str) -> Path:

@@ -75,6 +75,13 @@ struct el_row {
     struct el_error error;
 };
 
+/* Seconds: of the decode, of that as CPU time of the whole process, and of sampling. */
+struct el_step_times {
+    double compute_s;
+    double cpu_s;
+    double sample_s;
+};
+
 /* Test hook: throws bad_alloc for 1, runtime_error for 2, an int for 3. */
 void shim_test_throw(int32_t kind);
 
@@ -103,6 +110,8 @@ int32_t shim_decode_checked(struct llama_context *ctx, const struct llama_batch 
 bool shim_batch_check(const struct llama_batch *batch, const struct el_batch_limits *limits, llama_memory_t mem, struct el_batch_fault *fault);
 
 void shim_sample_rows(struct llama_context *ctx, int32_t n_vocab, struct el_row **rows, int32_t n_rows);
+/* shim_decode_checked, and shim_sample_rows if that returned 0. */
+int32_t shim_decode_rows(struct llama_context *ctx, const struct llama_batch *batch, const struct el_batch_limits *limits, llama_memory_t mem, struct el_batch_fault *fault, struct el_abort *abort, double seconds, struct el_row **rows, int32_t n_rows, struct el_step_times *times);
 
 bool shim_grammar_check(const struct llama_vocab *vocab, const char *text, struct el_grammar_fault *fault);
 
