@@ -28,6 +28,7 @@ from .machine import default_threads as default_threads
 from .machine import usable_cpus as usable_cpus
 
 INT32_MAX = 2**31 - 1  # llama.cpp's int32_t
+MAX_SALT_BYTES = 64
 
 KvType = Literal["f16", "f32", "bf16", "q4_0", "q5_0", "q5_1", "q8_0"]
 LoadMode = Literal["auto", "none", "mmap", "mlock", "mmap_mlock", "direct_io"]
@@ -72,6 +73,13 @@ def binary(value: object) -> bytes:
     """Any bytes."""
     if not isinstance(value, (bytes, bytearray)):
         raise Rejected("bytes")
+    return bytes(value)
+
+
+def salt(value: object) -> bytes:
+    """At most 64 bytes: they are a part of every name."""
+    if not isinstance(value, (bytes, bytearray)) or len(value) > MAX_SALT_BYTES:
+        raise Rejected(f"at most {MAX_SALT_BYTES} bytes")
     return bytes(value)
 
 
@@ -200,6 +208,9 @@ class GenerationOptions:
     `thinking`, text between the model's `thinking_markers` arrives as `Thinking` events and is not in the
     reply; `thinking_budget_tokens` (above 0) limits them. `middleware` is around this call, and inside of the
     engine's.
+
+    `salt` separates users: requests with different salts share no KV, neither in memory nor in the store,
+    and a session goes on only under the salt it began with.
     """
 
     ELSEWHERE: ClassVar[Mapping[str, str]] = {
@@ -231,6 +242,7 @@ class GenerationOptions:
     logprobs: int | None = option(default=None, check=optional(integer(0, 100)))
     on_full: Literal["block", "error"] = option(default="block", check=choice("block", "error"))
     cache: Literal["on", "read", "off"] = option(default="on", check=choice("on", "read", "off"))
+    salt: bytes = option(default=b"", check=salt)
     session_id: Hashable = option(default=None, check=hashable)
     parent_key: bytes | None = option(default=None, check=optional(binary))
     prefix_checkpoint_len: int | None = option(default=None, check=optional(integer(1)))

@@ -203,7 +203,7 @@ class Actor:
         self.wake()
         return ended
 
-    def history(self, session_id: Hashable, expected: list[int] | None) -> list[int]:
+    def history(self, session_id: Hashable, expected: list[int] | None, salt: bytes = b"") -> list[int]:
         """What a continuation of the session goes on from.
 
         Raises: `NotSupported`, `StickyBusy`, `NoSession`, `TranscriptMismatch`.
@@ -212,7 +212,7 @@ class Actor:
             raise NotSupported(f"the memory of {self.model_id!r} cannot be cut, so no session is held")
         if self._of_session(session_id):
             raise StickyBusy(f"session {session_id!r} already has a request in flight; wait for its end")
-        return history_of(self._lanes.pin(session_id), session_id, expected)
+        return history_of(self._lanes.pin(session_id), session_id, expected, salt)
 
     def n_kept(self, tokens: list[int], *, exact: bool = False) -> int:
         """How many of `tokens`, from the first on, a live sequence or the store could give to another."""

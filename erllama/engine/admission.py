@@ -8,7 +8,7 @@ decoding, never by `max_tokens`, and shared ones once.
 Where memory can be kept (`Layout`), a sequence that is over stays in its cells as a *resident* until somebody
 needs the room, and whoever comes with the same beginning shares it: with residents and with sequences
 that still run, as far as memory can be cut: with a window or a state, what somebody holds can be had whole
-or not at all. A session's next turn takes its pinned resident over, slot and all (see `sessions`). When room
+or not at all; and only under the same salt. A session's next turn takes its pinned resident over, slot and all (see `sessions`). When room
 runs out, residents go first, the longest unused one before others and pins last; then the youngest running
 sequence gives up its slot and waits again: it is saved and leaves a resident like everybody else, which goes
 when the save is done. A sequence whose reader lags for long is parked when somebody waits for its place,
@@ -257,8 +257,8 @@ class Lanes:
         seq.unproven |= pin.unproven
         return True
 
-    def n_live(self, tokens: list[int]) -> int:
-        """How many of `tokens`, from the first on, some sequence holds."""
+    def n_live(self, tokens: list[int], salt: bytes = b"") -> int:
+        """How many of `tokens`, from the first on, some sequence under `salt` holds."""
         layout = self._layout
         if layout is None:
             return 0
@@ -266,7 +266,7 @@ class Lanes:
             (
                 layout.cut(h.n_kv, n_common(tokens, np.asarray(h.ledger[: h.n_kv], np.int32)))
                 for h in self._holders()
-                if h.shareable
+                if h.shareable and h.salt == salt
             ),
             default=0,
         )
@@ -372,7 +372,7 @@ class Lanes:
 
     def _n_alike(self, seq: Sequence, other: Sequence) -> int:
         """Common beginning of two prompts, whether computed yet or not."""
-        if self._layout is None or other.options.cache == "off":
+        if self._layout is None or other.options.cache == "off" or other.salt != seq.salt:
             return 0
         pair = seq.arrival, other.arrival
         if pair not in self._alike:
@@ -381,6 +381,8 @@ class Lanes:
 
     def _n_shared(self, seq: Sequence, holder: Resident | Sequence) -> int:
         if self._layout is None or seq.options.cache == "off" or not holder.shareable:
+            return 0
+        if holder.salt != seq.salt:
             return 0
         if holder.is_restoring and not self._layout.cuttable:
             return 0  # its memory is at no legal place

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,8 +36,9 @@ class CacheLink:
 
     def identity_of(self, seq: Sequence) -> Identity:
         """Whose KV a request may find and leaves."""
-        return self.identity_for(exact=seq.exact)
+        return self.identity_for(exact=seq.exact, salt=seq.options.salt)
 
-    def identity_for(self, *, exact: bool) -> Identity:
+    def identity_for(self, *, exact: bool, salt: bytes = b"") -> Identity:
         """The same, for requests of a kind."""
-        return self.cold_identity if exact else self.identity
+        identity = self.cold_identity if exact else self.identity
+        return dataclasses.replace(identity, salt=salt) if salt else identity

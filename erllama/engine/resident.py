@@ -32,6 +32,7 @@ class Resident:
     unproven: set[bytes]
     last_used: float
     session_id: Hashable = None
+    salt: bytes = b""
     pending: NDArray[np.int32]
     n_prompt: int  # of the turn that left it
     unwanted: bool = False  # its session was reset: it goes as soon as the actor gets to it
@@ -47,6 +48,7 @@ class Resident:
             unproven=seq.unproven,
             last_used=now,
             session_id=seq.options.session_id if pinned else None,
+            salt=seq.salt,
             pending=np.asarray(seq.ledger[seq.n_kv :], np.int32),
             n_prompt=seq.n_prompt,
         )

@@ -315,7 +315,7 @@ class Saver:
         if store.has(node.name) and not node.captured:
             return
         # Room for a node is never made by dropping the one it hangs on.
-        with self._cache.store.lease(_match_of(self._cache.identity, node.parent)) as lease:
+        with self._cache.store.lease(_match_of(self._cache.identity_of(node.seq), node.parent)) as lease:
             if lease.nodes or node.parent == ROOT_NAME or self._cache.policy.second_sighting:
                 await self._write(node)
 

@@ -155,6 +155,11 @@ class Sequence:
         return self.options.cache != "off"
 
     @property
+    def salt(self) -> bytes:
+        """Whose it is: what others computed under another one is not for it."""
+        return self.options.salt
+
+    @property
     def is_restoring(self) -> bool:
         """Whether its memory is being filled from the store."""
         return self.phase is Phase.RESTORE

@@ -69,9 +69,11 @@ def admitted_as(seq: RunningSequence) -> HitKind:
     return "continuation" if seq.purpose is Purpose.CONTINUE else "sticky"
 
 
-def history_of(pin: Resident | None, session_id: Hashable, expected: Sequence[int] | None) -> list[int]:
+def history_of(
+    pin: Resident | None, session_id: Hashable, expected: Sequence[int] | None, salt: bytes
+) -> list[int]:
     """The session's whole history. Raises: `NoSession`, `TranscriptMismatch` if it is not `expected`."""
-    if pin is None:
+    if pin is None or pin.salt != salt:  # who has another salt does not even learn that there is one
         raise NoSession(
             f"session {session_id!r} is not held, or not any more; send its whole transcript as a prompt",
             detail={"session_id": session_id},

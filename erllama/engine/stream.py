@@ -129,6 +129,20 @@ class EventBuffer:
             self._on_room()
         return event
 
+    async def receive_all(self) -> list[Event]:
+        """Every event that is there, at least one. Raises and cancels as `receive`, nothing is lost."""
+        first = await self.receive()
+        if not self._events:
+            return [first]
+        events = [first, *self._events]
+        n_before = len(self._events)
+        self._events.clear()
+        was_full = self._lagging_since is not None or n_before + EVENTS_PER_STEP > self._capacity
+        self._lagging_since = None
+        if was_full:
+            self._on_room()
+        return events
+
     async def _park(self) -> None:
         self._n_parked += 1
         try:

@@ -159,21 +159,22 @@ class ChatCalls:
         *,
         session_id: Hashable = None,
         on_full: Literal["block", "error"] = "block",
+        salt: bytes = b"",
         **options: Any,
     ) -> Prefilled:
         """Compute a conversation's prompt and keep it, so that `chat` with it begins at once.
 
         `options` are those of `chat_apply`. Raises and cancels as `chat`.
         """
-        arguments = {"messages": messages, "session_id": session_id, "on_full": on_full, **options}
-        done: Prefilled = await self._calls.run("warm", arguments, self._warm)
+        own = {"messages": messages, "session_id": session_id, "on_full": on_full, "salt": salt}
+        done: Prefilled = await self._calls.run("warm", {**own, **options}, self._warm)
         return done
 
     async def _warm(
-        self, messages: Sequence[Message], session_id: Hashable, on_full: str, **options: Any
+        self, messages: Sequence[Message], session_id: Hashable, on_full: str, salt: bytes, **options: Any
     ) -> Prefilled:
         params = await self.chat_apply(messages, **options)
-        generation = GenerationOptions(session_id=session_id, on_full=on_full)  # type: ignore[arg-type]
+        generation = GenerationOptions(session_id=session_id, on_full=on_full, salt=salt)  # type: ignore[arg-type]
         return await self._prefill(params.prompt_ids, generation, Purpose.PREFILL, is_text=True)
 
     def chat_purge(self) -> bool:

@@ -29,6 +29,7 @@ class Sampling(TypedDict, total=False):
     logprobs: int | None
     on_full: Literal["block", "error"]
     cache: Literal["on", "read", "off"]
+    salt: bytes
     prefix_checkpoint_len: int | None
     exact: Literal["session", "cold"] | None
     middleware: Sequence[Middleware]

@@ -166,15 +166,16 @@ class Model(ChatCalls, EmbedCalls):
         session_id: Hashable = None,
         on_full: Literal["block", "error"] = "block",
         exact: Literal["session", "cold"] | None = None,
+        salt: bytes = b"",
     ) -> Prefilled:
         """Compute a prompt and store it, so that whoever begins like it finds it there; sample nothing.
 
-        Requests with `exact="cold"` find only what was computed so. Raises and cancels as `complete`.
+        Requests with `exact="cold"` find only what was computed so, those with a `salt` only their own. Raises
+        and cancels as `complete`.
         """
-        options = {"parent_key": parent_key, "session_id": session_id, "on_full": on_full, "exact": exact}
-        done: Prefilled = await self._calls.run(
-            "prefill_only", {"prompt": prompt, **options}, self._prefill_only
-        )
+        own = {"parent_key": parent_key, "session_id": session_id, "on_full": on_full}
+        arguments = {"prompt": prompt, "exact": exact, "salt": salt, **own}
+        done: Prefilled = await self._calls.run("prefill_only", arguments, self._prefill_only)
         return done
 
     async def _prefill_only(self, prompt: Prompt, **options: Any) -> Prefilled:
@@ -284,7 +285,7 @@ class Model(ChatCalls, EmbedCalls):
         thinking = self._thinking if options.thinking else None
 
         def prompt() -> list[int]:
-            return [*handle.actor.history(options.session_id, expected), *ids]
+            return [*handle.actor.history(options.session_id, expected, options.salt), *ids]
 
         async with open_stream(
             handle,

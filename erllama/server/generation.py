@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import deque
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,14 +11,14 @@ from weakref import WeakKeyDictionary
 
 import trio
 
-from erllama import Done, ThinkingEnd, TokenId, ToolCallDelta
+from erllama import Done, ThinkingEnd, Token, TokenId, ToolCallDelta
 from erllama.errors import ContextOverflow, EngineUnresponsive, InvalidContent, StickyBusy
 
 from .fit import without_oldest
 from .late_system import PROBE, is_taken, needs_care, with_reminders
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncIterator, Callable, Hashable, Mapping
     from contextlib import AbstractAsyncContextManager
 
     from erllama import Completion, Event, Model
@@ -43,14 +42,16 @@ class Ask:
     messages: list[dict[str, Any]] | None = None
     chat: Mapping[str, Any] = field(default_factory=dict)
     generation: Mapping[str, Any] = field(default_factory=dict)
-    session_id: str | None = None
+    session_id: Hashable = None
+    cache_key: str | None = None  # OpenAI's `prompt_cache_key`
+    salt: bytes = b""  # whose it is; see `tenants`
     keep_alive_s: float | None = None
     may_cut: bool | None = None  # what is too long is cut; None: conversations are, if the settings say so
     notes: tuple[str, ...] = ()
 
 
 class Answer:
-    """An answer that is being generated: iterate its events. `completion` is there once it is over."""
+    """An answer that is being generated: read it in batches. `completion` is there once it is over."""
 
     def __init__(
         self,
@@ -73,8 +74,9 @@ class Answer:
         self._scope = scope
         self._limit = "prefill_s"
         self._limits = limits
-        self._ahead: deque[Event] = deque()
-        self._n_seen = 0
+        self._ahead: list[Event] = []  # read, not handed out yet
+        self._has_begun = False
+        self._due = math.inf  # when whoever reads has waited for too long
         self._ends_at = trio.current_time() + limits.total_s
 
     @property
@@ -90,42 +92,71 @@ class Answer:
             await trio.lowlevel.checkpoint()
             return info.n_prompt, info.n_cached
         while self.completion is None:  # it is over, and all of its events are there
-            self._ahead.append(await self._next())
+            self._ahead += await self._more()
         return self.completion.stats.n_prompt, self.completion.stats.n_cached
 
-    def __aiter__(self) -> Answer:
-        return self
+    @property
+    def is_over(self) -> bool:
+        """Whether every event was seen."""
+        return self.completion is not None and not self._ahead
 
-    async def __anext__(self) -> Event:
-        """The next event; a limit of time ends the answer's block. Cancellation: loses nothing."""
-        return self._ahead.popleft() if self._ahead else await self._next()
+    async def batch(self) -> list[Event]:
+        """The events that are there, at least one; no dialect tells ids, so `TokenId` is left out.
 
-    async def _next(self) -> Event:
-        self._set_limit()
-        try:
-            event = await anext(self._events)
-        finally:
-            self._scope.deadline = math.inf
-        self._n_seen += 1
+        A limit of time ends the answer's block, if `watch` runs. Cancellation: loses nothing.
+        """
+        if not self._ahead:
+            return await self._more()
+        events, self._ahead = self._ahead, []
+        return events
+
+    async def _more(self) -> list[Event]:
+        shown: list[Event] = []
+        while not shown:
+            self._set_limit()
+            try:
+                events = await self._events.receive_all()
+            finally:
+                self._due = math.inf
+            assert events, "an answer ends with its completion or an error"
+            self._has_begun = True
+            for event in events:
+                kind = type(event)
+                if kind is Token or (kind is not TokenId and self._is_shown(event)):
+                    shown.append(event)
+        return shown
+
+    def _is_shown(self, event: Event) -> bool:
         match event:
-            case TokenId():
-                pass
             case Done(completion):
                 self.completion = _with_one_call(completion) if self._one_call else completion
-            case ToolCallDelta(index=index) if index and self._one_call:
-                return await self._next()
+            case ToolCallDelta(index=index):
+                return not (index and self._one_call)
             case ThinkingEnd(signature):
                 self.signature = signature
-        return event
+        return True
 
     def _set_limit(self) -> None:
-        """Moving a deadline costs a tenth of a scope of its own for every token."""
         limits, now = self._limits, trio.current_time()
-        self._limit = "generation_idle_s" if self._n_seen else "prefill_s"
-        ends_at = now + (limits.generation_idle_s if self._n_seen else limits.prefill_s)
-        if self._ends_at < ends_at:
-            self._limit, ends_at = "total_s", self._ends_at
-        self._scope.deadline = ends_at
+        self._limit = "generation_idle_s" if self._has_begun else "prefill_s"
+        due = now + (limits.generation_idle_s if self._has_begun else limits.prefill_s)
+        if self._ends_at < due:
+            self._limit, due = "total_s", self._ends_at
+        self._due = due
+        if due <= now:
+            self._scope.cancel()
+
+    async def watch(self) -> None:
+        """End the answer's block when a limit of time is reached: a task beside the one that reads.
+
+        It looks as often as the shortest limit: a deadline that moves with every token costs more than one.
+        """
+        limits = self._limits
+        pace = min(limits.prefill_s, limits.generation_idle_s)
+        while (now := trio.current_time()) < self._due:
+            total = self._ends_at if now < self._ends_at else math.inf
+            await trio.sleep_until(min(self._due, total, now + pace))
+        self._scope.cancel()
 
     def overdue(self) -> EngineUnresponsive:
         """The limit that was reached."""
@@ -265,7 +296,12 @@ async def _cut(model: Model, ask: Ask, why: ContextOverflow) -> tuple[Ask, int]:
 
 def _stream(model: Model, ask: Ask) -> AbstractAsyncContextManager[EventStream]:
     # Those who wait for a sequence do so in the pool's queue; what is left is the step in which one ends.
-    options: dict[str, Any] = {**ask.generation, "session_id": ask.session_id, "on_full": "block"}
+    options: dict[str, Any] = {
+        **ask.generation,
+        "salt": ask.salt,
+        "session_id": ask.session_id,
+        "on_full": "block",
+    }
     if ask.messages is not None:
         return model.chat_stream(ask.messages, **ask.chat, **options)
     assert ask.prompt is not None, "an ask has messages or a prompt"

@@ -20,6 +20,7 @@ from .failures import as_error, body_of, headers_of, status_of, surface_of
 from .host import is_meant
 from .record import KEY, Record, record_of
 from .reply import json_bytes
+from .tenants import salt_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -163,6 +164,9 @@ class Gate:
         self._app = app
         auth, limits = settings.auth, settings.limits
         self._keys = {"openai": auth.openai, "anthropic": auth.anthropic, "ollama": auth.ollama}
+        every = {key for keys in self._keys.values() for key in keys}
+        separate = settings.cache.api_keys == "separate"
+        self._salts = {key: salt_of(key) if separate else b"" for key in every}
         self._listen = settings.listen
         self._max = limits.max_request_body_bytes
         self._slow_s = limits.slow_client_s
@@ -205,10 +209,13 @@ class Gate:
         if self._is_draining():
             return ShuttingDown("the server is about to end")
         keys = self._keys[record_of(scope).surface]
-        if keys and not _has_key(headers, keys):
-            return AuthenticationFailed(
-                "this server wants an API key, and this request has none that it knows"
-            )
+        if keys:
+            key = _key_of(headers, keys)
+            if key is None:
+                return AuthenticationFailed(
+                    "this server wants an API key, and this request has none that it knows"
+                )
+            record_of(scope).salt = self._salts[key]
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._max:
             return _too_large(self._max)
@@ -225,14 +232,15 @@ def _too_slow(seconds: float) -> RequestError:
     return error
 
 
-def _has_key(headers: Headers, keys: tuple[str, ...]) -> bool:
+def _key_of(headers: Headers, keys: tuple[str, ...]) -> str | None:
+    """The key that a request has; None if it has none of these."""
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     given = [headers.get("x-api-key", "")]
     if scheme.lower() == "bearer":
         given.append(bearer.strip())
     # All comparisons are made, and each in constant time.
-    matches = [hmac.compare_digest(g.encode(), key.encode()) for g in given for key in keys]
-    return any(matches)
+    matches = [key for g in given for key in keys if hmac.compare_digest(g.encode(), key.encode())]
+    return matches[0] if matches else None
 
 
 def _read_as_json(scope: Scope, headers: Headers) -> None:

@@ -48,6 +48,7 @@ def chat_ask(body: ChatBody, limits: LimitsTable, session_id: str | None) -> Ask
         ),
         generation=generation,
         session_id=session_id or body.prompt_cache_key,
+        cache_key=body.prompt_cache_key,
         notes=ignored(body),
     )
 
@@ -70,6 +71,7 @@ def text_ask(body: TextBody, session_id: str | None) -> Ask:
         prompt=_one_prompt(body.prompt),
         generation=generation,
         session_id=session_id or body.prompt_cache_key,
+        cache_key=body.prompt_cache_key,
         notes=ignored(body),
     )
 

@@ -59,6 +59,7 @@ def responses_ask(body: ResponsesBody, limits: LimitsTable, threads: Threads, se
             }
         ),
         session_id=session_id or body.prompt_cache_key,
+        cache_key=body.prompt_cache_key,
         notes=ignored_note([name for name in NO_EFFECT if getattr(body, name) is not None]),
     )
 

@@ -29,6 +29,7 @@ class Record:
     streamed: bool = False
     error: str | None = None
     completion: Completion | None = None
+    salt: bytes = b""  # whose it is
     headers: dict[str, str] = field(default_factory=dict)
 
     def note(self, notes: Iterable[str]) -> None:

@@ -21,6 +21,7 @@ from erllama import Done
 from .failures import as_error, body_of, headers_of, status_of
 from .record import cache_note, record_of
 from .stable import stable_messages
+from .tenants import of_tenant
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -139,6 +140,7 @@ class AnswerReply(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer. Cancellation, and a client that leaves: the request ends wherever it is."""
         record = record_of(scope)
+        self._ask = of_tenant(self._ask, record.salt, self._generator.settings.cache)
         record.model, record.streamed = self._ask.model, self._stream
         record.note(self._ask.notes)
         wire = _Wire(send, self._limits.slow_client_s)
@@ -151,7 +153,7 @@ class AnswerReply(Response):
                         nursery.start_soon(self._ping, wire, scope)
                         await self._streamed(wire, scope, nursery)
                     else:
-                        await self._whole(wire, scope)
+                        await self._whole(wire, scope, nursery)
                 except Exception as failure:
                     await self._fail(wire, scope, failure)
                 nursery.cancel_scope.cancel()
@@ -161,12 +163,12 @@ class AnswerReply(Response):
 
     # --- as one JSON object ---
 
-    async def _whole(self, wire: _Wire, scope: Scope) -> None:
+    async def _whole(self, wire: _Wire, scope: Scope, nursery: trio.Nursery) -> None:
         record = record_of(scope)
         async with self._generator.answer(self._ask) as answer:
-            async for event in answer:
-                if isinstance(event, Done):
-                    break
+            nursery.start_soon(answer.watch)
+            while not answer.is_over:
+                await answer.batch()
         completion = answer.completion
         assert completion is not None, "an answer ends with its completion or an error"
         record.completion = completion
@@ -189,12 +191,16 @@ class AnswerReply(Response):
 
         async with self._generator.answer(self._ask, on_loading=on_loading) as answer:
             record.note(_cuts(answer))
+            nursery.start_soon(answer.watch)
             await self._begin(wire, scope)
             await _write(wire, await translation.begin(answer))
-            async for event in answer:
-                if isinstance(event, Done):
-                    break
-                await _write(wire, await translation.event(answer, event))
+            while not answer.is_over:
+                frames = [
+                    await translation.event(answer, event)
+                    for event in await answer.batch()
+                    if type(event) is not Done
+                ]
+                await _write(wire, b"".join(frames))
         completion = answer.completion
         assert completion is not None, "an answer ends with its completion or an error"
         record.completion = completion

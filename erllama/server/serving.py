@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import TYPE_CHECKING
 
 import trio
 from hypercorn.config import Config
-from hypercorn.trio import serve as hypercorn_serve
 
 import erllama
 
 from .app import make_app
+from .listener import listen
 from .metrics import Metrics
 from .pool import Load, Pool, loader
 from .registry import ConfiguredModels
@@ -40,7 +41,10 @@ async def serve(
     Cancellation: answers in flight end at once, what is to be saved is saved.
     """
     async with erllama.open_engine(config) as engine:
-        load = loader(engine, tier=tier, policy=policy or erllama.SavePolicy())
+        policy = policy or erllama.SavePolicy()
+        if settings.cache.ttl_s is not None:
+            policy = dataclasses.replace(policy, ttl_s=settings.cache.ttl_s)
+        load = loader(engine, tier=tier, policy=policy)
         await serve_pool(settings, load, stop=stop, task_status=task_status)
 
 
@@ -66,12 +70,7 @@ async def serve_pool(
             with trio.move_on_after(settings.limits.drain_s):
                 await pool.wait_unused()
 
-        await hypercorn_serve(
-            make_app(service),  # type: ignore[arg-type]  # ASGI as Starlette types it
-            listener_config(settings),
-            shutdown_trigger=stopped,
-            task_status=task_status,
-        )
+        await listen(make_app(service), listener_config(settings), stop=stopped, task_status=task_status)
         nursery.cancel_scope.cancel()
 
 

@@ -101,6 +101,19 @@ class LimitsTable(_Table):
     ping_s: float = Field(default=5, gt=0)
 
 
+class CacheTable(_Table):
+    """Who shares KV with whom, and for how long it is kept.
+
+    `api_keys`: "separate" users: what was asked under one is not reused under another; or they "share".
+    `prompt_cache_key`: it "names" a session, or also "separates" as an API key does.
+    `ttl_s`: KV goes that long after it was saved, however often it is used; None: when room is needed.
+    """
+
+    api_keys: Literal["separate", "share"] = "separate"
+    prompt_cache_key: Literal["names", "separates"] = "names"
+    ttl_s: float | None = Field(default=None, gt=0)
+
+
 class QueueTable(_Table):
     """How many requests of one model wait, and for how long."""
 
@@ -122,6 +135,7 @@ class Settings(_Table):
     cors: CorsTable = CorsTable()
     limits: LimitsTable = LimitsTable()
     queue: QueueTable = QueueTable()
+    cache: CacheTable = CacheTable()
     models: Mapping[str, ModelTable] = {}
     aliases: Mapping[str, str] = {}
     keep_alive_s: float = 300

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import trio
-from hypercorn.trio import serve
 from runtime.chat_scenes import ScriptedChat
 
 import erllama
 from erllama.server.app import make_app
+from erllama.server.listener import listen
 from erllama.server.metrics import Metrics
 from erllama.server.pool import Pool
 from erllama.server.registry import ConfiguredModels
@@ -92,10 +93,7 @@ async def serving(
         await nursery.start(pool.run)
         app, config = make_app(service), listener_config(checked)
 
-        async def listen(task_status: trio.TaskStatus[list[str]]) -> None:
-            await serve(app, config, shutdown_trigger=trio.sleep_forever, task_status=task_status)
-
-        (url,) = await nursery.start(listen)
+        (url,) = await nursery.start(partial(listen, app, config, stop=trio.sleep_forever))
         async with httpx.AsyncClient(base_url=url, timeout=20) as client:
             scene = Scene(service, client, {}, url)
             with trio.fail_after(30):
