@@ -1,4 +1,4 @@
-"""A second kind of client: LangChain, over the official openai package, against a real and a scripted server."""
+"""A second kind of client: LangChain, against a real and a scripted server."""
 
 from __future__ import annotations
 
@@ -58,14 +58,16 @@ def test_a_chat_is_answered_whole_and_streamed(real_server):
 @pytest.mark.slow
 def test_structured_output_is_an_object(real_server):
     """Of the class that was asked for."""
-    client = langchain(real_server, max_completion_tokens=80).with_structured_output(Person, method="json_schema")
+    client = langchain(real_server, max_completion_tokens=80).with_structured_output(
+        Person, method="json_schema"
+    )
     person = client.invoke("Ada is 36 years old. Who is it?")
     assert isinstance(person, Person)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_tools_are_called_and_their_results_taken(streamed):
-    """Two calls arrive with ids and arguments, whole and streamed; the results go back, and more is reused."""
+    """Two calls arrive with ids and arguments; the results go back, and more is reused."""
     async with serving(partial(ScriptedChat, says=TWO_CALLS)) as scene:
         client = langchain(scene.url, "fake", max_completion_tokens=400).bind_tools([get_weather])
         messages = [("system", "Use the tools. " * 20), ("human", "How is the weather in Paris and Rome?")]
@@ -85,6 +87,12 @@ async def test_tools_are_called_and_their_results_taken(streamed):
 async def test_a_chain_that_reminds_in_the_middle_is_answered():
     """A system message after the first one, which Qwen 3.5's template would refuse."""
     async with serving(partial(ScriptedChat, template="Qwen3.5-4B", says="hm</think>Hello.")) as scene:
-        messages = [("system", "Be kind."), ("human", "Hi"), ("ai", "Yes?"), ("system", "Be short."), ("human", "Why?")]
+        messages = [
+            ("system", "Be kind."),
+            ("human", "Hi"),
+            ("ai", "Yes?"),
+            ("system", "Be short."),
+            ("human", "Why?"),
+        ]
         answer = await trio.to_thread.run_sync(langchain(scene.url, "fake").invoke, messages)
         assert answer.content == "Hello."

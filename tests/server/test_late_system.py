@@ -37,7 +37,10 @@ def user(content):
             [{"role": "tool", "content": f"21\n\n{NOTE}", "tool_call_id": "1"}],
         ),
         (
-            [user([{"type": "text", "text": "a"}]), {"role": "developer", "content": [{"type": "text", "text": "Be short."}]}],
+            [
+                user([{"type": "text", "text": "a"}]),
+                {"role": "developer", "content": [{"type": "text", "text": "Be short."}]},
+            ],
             [user([{"type": "text", "text": "a"}, {"type": "text", "text": NOTE}])],
         ),
     ],
@@ -83,14 +86,19 @@ async def test_every_template_reads_an_instruction_that_comes_late(template):
         assert reply.status_code == 200, reply.text
         (prompt,) = scene.backends["fake"].prompts
         assert -1 < prompt.find("The question.") < prompt.find("The late instruction.")
-        counted = await scene.client.post("/v1/messages/count_tokens", json={k: body[k] for k in body if k != "max_tokens"})
+        counted = await scene.client.post(
+            "/v1/messages/count_tokens", json={k: body[k] for k in body if k != "max_tokens"}
+        )
         usage = reply.json()["usage"]
         assert counted.json()["input_tokens"] == usage["input_tokens"] + usage["cache_creation_input_tokens"]
 
 
 async def test_a_late_instruction_does_not_cost_the_cache():
     """The next turn reuses everything up to its own end, the instruction included."""
-    messages = [{"role": "user", "content": "The question. " * 20}, {"role": "system", "content": "Tokens left: 99"}]
+    messages = [
+        {"role": "user", "content": "The question. " * 20},
+        {"role": "system", "content": "Tokens left: 99"},
+    ]
     async with serving(partial(ScriptedChat, template="Qwen3.5-4B")) as scene:
         reads = []
         for turn in range(3):

@@ -231,14 +231,17 @@ async def test_what_a_template_has_words_for_is_a_capability(tmp_path):
 
 
 async def test_calls_are_streamed_as_soon_as_they_are_whole():
-    """Each whole in a line of its own, the first before the second has begun; with log-probabilities of each line."""
+    """Each whole in a line of its own, the first before the end; never one that was cut."""
     second = CALL.replace("Paris", "Rome")
     async with serving(partial(ScriptedChat, says=f"{CALL}\n{second}")) as scene:
         body = {"model": "fake", "messages": HELLO, "tools": TOOLS}
         reply = await scene.client.post("/api/chat", json=body)
         lines = [json.loads(line) for line in reply.text.splitlines()]
         calls = [line["message"]["tool_calls"] for line in lines if "tool_calls" in line["message"]]
-        assert [[c["function"]["arguments"] for c in told] for told in calls] == [[{"city": "Paris"}], [{"city": "Rome"}]]
+        assert [[c["function"]["arguments"] for c in told] for told in calls] == [
+            [{"city": "Paris"}],
+            [{"city": "Rome"}],
+        ]
         assert len({told[0]["id"] for told in calls}) == 2
         cut = await scene.client.post("/api/chat", json={**body, "options": {"num_predict": len(CALL) - 20}})
         assert "tool_calls" not in cut.text

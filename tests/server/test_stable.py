@@ -20,7 +20,10 @@ def system(text):
         ("The current date is 2025-05-04 12:30:00.", "any clock moved"),  # goose
         ("**Current Time:** 18:00:31", "any clock moved"),  # Open WebUI
         ("## Current Time\n2026-02-06 10:11 (Friday)", "any clock moved"),  # nanobot
-        ("## Current Date & Time\nSunday, February 2, 2026, 6:47 PM (Europe/Rome)", "any clock moved"),  # OpenClaw
+        (
+            "## Current Date & Time\nSunday, February 2, 2026, 6:47 PM (Europe/Rome)",
+            "any clock moved",
+        ),  # OpenClaw
     ],
 )
 def test_what_changes_with_each_request_goes_to_the_end(line, note):
@@ -72,12 +75,20 @@ def test_without_a_place_to_move_to_nothing_is_moved():
 
 def test_what_stands_behind_a_billing_line_stays():
     """Where a proxy joined the blocks, the next one begins on the same line."""
-    line = "x-anthropic-billing-header: cc_version=2.1.123.5d3; cc_entrypoint=cli; cch=7b56f;You are an agent."
+    line = (
+        "x-anthropic-billing-header: cc_version=2.1.123.5d3; cc_entrypoint=cli; cch=7b56f;You are an agent."
+    )
     messages, _ = stable_messages([system(line), USER])
     assert messages == [system("You are an agent."), USER]
 
 
 def test_only_the_head_is_changed():
     """What was said in the middle stays there: the next turn finds it where it was."""
-    late = [system("Be kind."), USER, system("Current time: 12:34"), {"role": "assistant", "content": "Yes"}, USER]
+    late = [
+        system("Be kind."),
+        USER,
+        system("Current time: 12:34"),
+        {"role": "assistant", "content": "Yes"},
+        USER,
+    ]
     assert stable_messages(late) == (late, ())
