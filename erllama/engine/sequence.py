@@ -269,9 +269,9 @@ class Sequence:
         if len(self.ledger) - n_kv > 1 or self.phase is Phase.PREFILL:
             self._move(Happening.REWOUND)
 
-    def computed(self, n: int, now: float) -> None:
-        """The model has seen `n` tokens more."""
-        self.cells.grow_to(self.cells.n + n)
+    def computed(self, n_kv: int, now: float) -> None:
+        """The model has seen the tokens before `n_kv`."""
+        self.cells.grow_to(n_kv)
         self.has_computed = True
         if self.unproven:
             self.unproven = set()

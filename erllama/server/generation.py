@@ -101,7 +101,7 @@ class Answer:
         return self.completion is not None and not self._ahead
 
     async def batch(self) -> list[Event]:
-        """The events that are there, at least one; ids are told only with their log-probability.
+        """The events that are there, at least one; `TokenId` only where it tells a log-probability.
 
         A limit of time ends the answer's block, if `watch` runs. Cancellation: loses nothing.
         """
@@ -121,17 +121,16 @@ class Answer:
             assert events, "an answer ends with its completion or an error"
             self._has_begun = True
             for event in events:
-                kind = type(event)
-                if kind is Token or self._is_shown(event):
+                if type(event) is Token or self._is_shown(event):
                     shown.append(event)
         return shown
 
     def _is_shown(self, event: Event) -> bool:
         match event:
-            case TokenId(logprob=logprob):
-                return logprob is not None
             case Done(completion):
                 self.completion = _with_one_call(completion) if self._one_call else completion
+            case TokenId(logprob=logprob):
+                return logprob is not None
             case ToolCallDelta(index=index):
                 return not (index and self._one_call)
             case ThinkingEnd(signature):
