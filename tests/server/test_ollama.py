@@ -245,3 +245,22 @@ async def test_calls_are_streamed_as_soon_as_they_are_whole():
         assert len({told[0]["id"] for told in calls}) == 2
         cut = await scene.client.post("/api/chat", json={**body, "options": {"num_predict": len(CALL) - 20}})
         assert "tool_calls" not in cut.text
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_the_official_client_gets_calls_and_thinking(streamed):
+    """Whole and streamed, and sends a result back."""
+    says = f"<think>\nhm\n</think>\n\n{CALL}"
+    async with serving(partial(ScriptedChat, says=says)) as scene:
+        client = ollama.AsyncClient(host=scene.url)
+        reply = await client.chat(model="fake", messages=HELLO, tools=TOOLS, think=True, stream=streamed)
+        parts = [part async for part in reply] if streamed else [reply]
+        [call] = [call for part in parts for call in part.message.tool_calls or ()]
+        assert (call.function.name, call.function.arguments) == ("get_weather", {"city": "Paris"})
+        assert "".join(part.message.thinking or "" for part in parts).strip() == "hm"
+        assert parts[-1].done
+        asked = {"role": "assistant", "tool_calls": [call.model_dump()]}
+        result = {"role": "tool", "tool_name": "get_weather", "content": "sun"}
+        again = await client.chat(model="fake", messages=[*HELLO, asked, result], tools=TOOLS)
+        assert again.prompt_eval_count > parts[-1].prompt_eval_count
+        await client._client.aclose()
