@@ -123,12 +123,13 @@ class Answer:
                 self._due = math.inf
             assert events, "an answer ends with its completion or an error"
             self._has_begun = True
-            for event in events:
-                # Most events are of these two kinds, so they are told apart without a call.
-                if type(event) is Token or (
-                    event.logprob is not None if isinstance(event, TokenId) else self._is_shown(event)
-                ):
-                    shown.append(event)
+            # Most events are of these two kinds, so they are told apart without a call.
+            shown += [
+                event
+                for event in events
+                if type(event) is Token
+                or (event.logprob is not None if isinstance(event, TokenId) else self._is_shown(event))
+            ]
         return shown
 
     def _is_shown(self, event: Event) -> bool:

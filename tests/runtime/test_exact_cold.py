@@ -107,7 +107,7 @@ LENGTHS = {  # with two threads, those whose window lies around a border between
 async def test_cold_bits_where_a_window_ring_has_started_over(
     tiny_gguf: Callable[[str], Path], tmp_path: Path, kind: str, n_threads: int
 ) -> None:
-    """Threads share a single row's cells by how many the ring ever used, so all of it must look used again."""
+    """Threads share a single row's cells by how many the ring ever used: all of it must look used again."""
     text = some_tokens(LENGTHS[n_threads][-1])
     prompts = [text[:n] for n in LENGTHS[n_threads]]
     await around_the_ring(
