@@ -262,10 +262,14 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class TokenId:
-    """One sampled token id; every one is announced, with or without visible text."""
+    """One sampled token id; every one is announced, with or without visible text.
+
+    `logprob`: its log-probability, where `logprobs` was asked for.
+    """
 
     id: int
     request: Request
+    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -568,7 +568,7 @@ class Actor:
         now = trio.current_time()
         for share, sampled in zip(shares, result.sampled, strict=True):
             seq = self._lanes.running[share.slot]
-            seq.computed(share.n, now)
+            seq.computed(seq.cells.n + share.n, now)
             if self._saver is not None and seq.options.cache == "on":
                 self._saver.plan_blocks(seq)
             if followed:

@@ -101,8 +101,10 @@ class EventStream:
             return translate(event)
         # Shielded: the event has been taken, and a translator that saw half of it is of no more use. One
         # thread of its own, milliseconds: nobody waits for those that others have abandoned.
+        translated: Iterable[Event] = ()
         with trio.CancelScope(shield=True):
-            return await trio.to_thread.run_sync(translate, event, limiter=trio.CapacityLimiter(1))
+            translated = await trio.to_thread.run_sync(translate, event, limiter=trio.CapacityLimiter(1))
+        return translated
 
     async def receive_all(self) -> list[Event]:
         """Every event that is there, at least one; none after the last. Cancellation: loses nothing."""

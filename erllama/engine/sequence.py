@@ -269,9 +269,9 @@ class Sequence:
         if len(self.ledger) - n_kv > 1 or self.phase is Phase.PREFILL:
             self._move(Happening.REWOUND)
 
-    def computed(self, n: int, now: float) -> None:
-        """The model has seen `n` tokens more."""
-        self.cells.grow_to(self.cells.n + n)
+    def computed(self, n_kv: int, now: float) -> None:
+        """The model has seen the tokens before `n_kv`."""
+        self.cells.grow_to(n_kv)
         self.has_computed = True
         if self.unproven:
             self.unproven = set()
@@ -296,11 +296,12 @@ class Sequence:
         if self.times.first_token is None:
             self.times.first_token = now
         self.ledger.append(sampled.token)
-        if self._logprobs is not None and sampled.logprob is not None:
-            self._logprobs.append(sampled.logprob)
+        logprob = None if self._logprobs is None else sampled.logprob
+        if self._logprobs is not None and logprob is not None:
+            self._logprobs.append(logprob)
         shown = self._visible.get(sampled.token, b"" if is_eog else piece)
         text = self._text.feed(shown) if shown else ""
-        events: list[Event] = [TokenId(sampled.token, self.request)]
+        events: list[Event] = [TokenId(sampled.token, self.request, logprob)]
         if text:
             events.append(Token(text, self.request))
         self.buffer.put_nowait(*events)

@@ -13,7 +13,7 @@ class CountBody(Strict):
     """POST /v1/messages/count_tokens; what it shares with /v1/messages."""
 
     model: str
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]] = Field(min_length=1)
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None

@@ -37,6 +37,7 @@ def anthropic_routes(service: Service) -> APIRouter:
         if service.settings.stable_prompts:
             said, _ = stable_messages(said)
         async with service.reading(body.model) as lease:
+            said = await service.generator.spoken(lease.model, said)
             ids = await lease.model.render_chat_template(said, **chat_options(body))
         return JSONResponse({"input_tokens": len(ids)})
 

@@ -57,6 +57,31 @@ ERRORS: dict[str, dict[str, Any]] = {
 }
 
 
+# Of a route that only says what is not there.
+NOT_OFFERED: dict[int | str, dict[str, Any]] = {
+    501: {"description": "Not offered", "content": {"application/json": {"schema": ERRORS["ollama"]}}}
+}
+# Paths at which a model may be asked for what it cannot do, such as tools without a template for them.
+ASKS_MODEL = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/tokenize"),
+    *(
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/api/generate",
+        "/api/chat",
+        "/api/embed",
+        "/api/embeddings",
+    ),
+)
+# Paths that answer as a stream where that is asked for, and its type.
+STREAMS = {
+    **dict.fromkeys(
+        ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"), "text/event-stream"
+    ),
+    **dict.fromkeys(("/api/generate", "/api/chat"), "application/x-ndjson"),
+}
+
+
 def openapi_of(app: FastAPI) -> dict[str, Any]:
     """OpenAPI 3.1, made once."""
     if app.openapi_schema is None:
@@ -78,9 +103,13 @@ def openapi_of(app: FastAPI) -> dict[str, Any]:
 
 
 def _correct(operation: dict[str, Any], path: str) -> None:
-    """Refusals have the surface's own shape and are never FastAPI's 422."""
+    """Refusals have the surface's own shape and are never FastAPI's 422; streams have their type."""
     responses = operation["responses"]
+    if path in STREAMS:
+        responses["200"]["content"][STREAMS[path]] = {}
     responses.pop("422", None)
     schema = ERRORS[surface_of(path)]
     refused = {"description": "Refused or failed", "content": {"application/json": {"schema": schema}}}
+    if path in ASKS_MODEL:
+        responses["501"] = {**refused, "description": "The model cannot do that"}
     responses["4XX"] = responses["5XX"] = refused

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import trio
 
 from erllama import Done, ThinkingEnd, Token, TokenId, ToolCallDelta
-from erllama.errors import ContextOverflow, EngineUnresponsive, StickyBusy
+from erllama.errors import ContextOverflow, EngineUnresponsive, InvalidContent, StickyBusy
 
 from .fit import without_oldest
+from .late_system import PROBE, is_taken, needs_care, with_reminders
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Hashable, Mapping
@@ -26,7 +29,9 @@ if TYPE_CHECKING:
     from .pool import Lease, Loading, Pool
     from .settings import LimitsTable, Settings
 
+log = logging.getLogger("erllama.server")
 END_SESSION_S = 5.0
+SLOW_ADMISSION_S = 1.0  # rendering and handing over: longer says that the machine is overloaded
 LONGEST_TOKEN = 16  # characters
 ROOM_FOR_ANSWER = 4  # a history that is cut leaves this part of the context to the answer, or max_tokens
 
@@ -99,7 +104,7 @@ class Answer:
         return self.completion is not None and not self._ahead
 
     async def batch(self) -> list[Event]:
-        """The events that are there, at least one; no dialect tells ids, so `TokenId` is left out.
+        """The events that are there, at least one; a `TokenId` only if it has a log-probability to tell.
 
         A limit of time ends the answer's block, if `watch` runs. Cancellation: loses nothing.
         """
@@ -119,8 +124,10 @@ class Answer:
             assert events, "an answer ends with its completion or an error"
             self._has_begun = True
             for event in events:
-                kind = type(event)
-                if kind is Token or (kind is not TokenId and self._is_shown(event)):
+                # Most events are of these two kinds, so they are told apart without a call.
+                if type(event) is Token or (
+                    event.logprob is not None if isinstance(event, TokenId) else self._is_shown(event)
+                ):
                     shown.append(event)
         return shown
 
@@ -179,6 +186,7 @@ class Generator:
         self.pool = pool
         self.settings = settings
         self._metrics = metrics
+        self._takes_late: WeakKeyDictionary[Model, bool] = WeakKeyDictionary()
 
     @asynccontextmanager
     async def answer(
@@ -208,6 +216,8 @@ class Generator:
     async def _opened(self, lease: Lease, asked: Ask) -> AsyncIterator[Answer]:
         limits = self.settings.limits
         async with AsyncExitStack() as stack:
+            if asked.messages is not None:
+                asked = dataclasses.replace(asked, messages=await self.spoken(lease.model, asked.messages))
             started, ask, n_cut = trio.current_time(), asked, 0
             while True:
                 try:
@@ -228,7 +238,7 @@ class Generator:
                         ask = self._shorter(ask, why)
                     else:
                         ask, n_cut = await _cut(lease.model, ask, why)
-            self._metrics.admitted("infer", trio.current_time() - started)
+            self._admitted(lease, trio.current_time() - started)
             scope = trio.CancelScope()
             answer = Answer(
                 lease,
@@ -243,6 +253,24 @@ class Generator:
                 yield answer
             if scope.cancelled_caught:
                 raise answer.overdue()
+
+    async def spoken(self, model: Model, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages as the model's template takes them: see `late_system`."""
+        if not needs_care(messages):
+            return messages
+        taken = self._takes_late.get(model)
+        if taken is None:
+            try:
+                taken = is_taken((await model.chat_apply(PROBE)).prompt)
+            except InvalidContent:
+                taken = False
+            self._takes_late[model] = taken
+        return messages if taken else with_reminders(messages)
+
+    def _admitted(self, lease: Lease, seconds: float) -> None:
+        self._metrics.admitted("infer", seconds)
+        if seconds >= SLOW_ADMISSION_S:
+            log.warning("handing a request to %s took %.1f s", lease.model.model_id, seconds)
 
     def _shorter(self, ask: Ask, why: ContextOverflow) -> Ask:
         may_cut = self.settings.fit_history if ask.may_cut is None else ask.may_cut

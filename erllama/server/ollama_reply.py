@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import trio
 
-from erllama import Thinking, Token
+from erllama import Thinking, Token, TokenId, ToolCallDelta
 
 from .failures import body_of
 from .reply import json_bytes
 
 if TYPE_CHECKING:
-    from erllama import Completion, Event, Model
+    from erllama import Completion, Event, Model, TokenLogprob
     from erllama.errors import ErllamaError
 
     from .generation import Answer
@@ -29,6 +31,27 @@ def nanoseconds(seconds: float) -> int:
     return max(0, round(seconds * 1e9))
 
 
+@dataclass(slots=True)
+class _Call:
+    """A call as far as it has come."""
+
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+    is_told: bool = False
+
+    def told(self) -> dict[str, Any] | None:
+        """It, once it is whole: text that begins like a JSON object is one only at its end."""
+        if self.is_told or not self.arguments.endswith("}"):
+            return None
+        try:
+            arguments = json.loads(self.arguments)
+        except (ValueError, RecursionError):
+            return None
+        self.is_told = True
+        return _call(self.id, self.name, arguments)
+
+
 class OllamaReply:
     """One reply. `is_chat`: the text is in a message."""
 
@@ -40,6 +63,8 @@ class OllamaReply:
         self._model = model
         self._is_chat = is_chat
         self._started = trio.current_time()
+        self._calls: dict[int, _Call] = {}
+        self._untold: list[TokenLogprob] = []  # of tokens whose text is not out yet
 
     def _object(self, text: str, **more: Any) -> dict[str, Any]:
         head = {"model": self._model, "created_at": now()}
@@ -58,22 +83,41 @@ class OllamaReply:
     async def event(self, answer: Answer, event: Event) -> bytes:
         """A line with more of the text, or of the thinking."""
         match event:
+            case TokenId(logprob=logprob):
+                self._untold += [] if logprob is None else [logprob]
             case Token(text):
-                return self._line(text)
+                return self._line(text, **self._logprobs(answer.model))
             case Thinking(text):
                 thought = {"thinking": text}
-                return self._line("", message=thought) if self._is_chat else self._line("", **thought)
+                return self._line("", **({"message": thought} if self._is_chat else thought))
+            case ToolCallDelta():
+                return self._tool_call(event)
         return b""
+
+    def _tool_call(self, event: ToolCallDelta) -> bytes:
+        """A line with a call as soon as it is whole."""
+        call = self._calls.setdefault(event.index, _Call())
+        call.id, call.name = event.id or call.id, event.name or call.name
+        call.arguments += event.arguments
+        told = call.told()
+        return self._line("", message={"tool_calls": [told]}) if told else b""
+
+    def _logprobs(self, model: Model) -> dict[str, Any]:
+        """Those of the tokens since the last line."""
+        told, self._untold = self._untold, []
+        return {"logprobs": _logprobs(model, told)} if told else {}
 
     def remark(self, text: str) -> bytes:
         """There are no comments."""
         return b""
 
     def end(self, answer: Answer, completion: Completion) -> bytes:
-        """The calls, and the line with the counts."""
-        calls = tool_calls(completion)
+        """The calls that were not told yet, and the line with the counts."""
+        seen = {call.id for call in self._calls.values() if call.is_told}
+        calls = [call for call in tool_calls(completion) if call["id"] not in seen]
         lines = self._line("", message={"tool_calls": calls}) if calls else b""
-        return lines + json_bytes(self._object("", **self._ending(answer, completion))) + b"\n"
+        ending = {**self._ending(answer, completion), **self._logprobs(answer.model)}
+        return lines + json_bytes(self._object("", **ending)) + b"\n"
 
     def failed(self, error: ErllamaError, request_id: str) -> bytes:
         """A line with the error."""
@@ -87,11 +131,14 @@ class OllamaReply:
         if self._is_chat:
             calls = tool_calls(completion)
             more = {"message": {**more, **({"tool_calls": calls} if calls else {})}}
-        return self._object(completion.reply, **more, **self._ending(answer, completion))
+        ending = self._ending(answer, completion)
+        if completion.logprobs is not None:
+            ending["logprobs"] = _logprobs(answer.model, completion.logprobs)
+        return self._object(completion.reply, **more, **ending)
 
     def _ending(self, answer: Answer, completion: Completion) -> dict[str, Any]:
         stats = completion.stats
-        ending: dict[str, Any] = {
+        return {
             "done": True,
             "done_reason": "length" if completion.finish_reason == "length" else "stop",
             "total_duration": nanoseconds(trio.current_time() - self._started),
@@ -102,9 +149,6 @@ class OllamaReply:
             "eval_count": stats.n_generated,
             "eval_duration": nanoseconds(stats.decode_s),
         }
-        if completion.logprobs is not None:
-            ending["logprobs"] = _logprobs(answer.model, completion)
-        return ending
 
     def preloaded(self, reason: str, load_s: float) -> dict[str, Any]:
         """The reply to a request without a prompt."""
@@ -121,14 +165,18 @@ def tool_calls(completion: Completion) -> list[dict[str, Any]]:
     """Calls, with decoded arguments."""
     message = completion.message
     calls = () if message is None else message.tool_calls
-    return [{"id": c.id, "function": {"name": c.name, "arguments": c.arguments}} for c in calls]
+    return [_call(call.id, call.name, call.arguments) for call in calls]
 
 
-def _logprobs(model: Model, completion: Completion) -> list[dict[str, Any]]:
+def _call(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"id": call_id, "function": {"name": name, "arguments": arguments}}
+
+
+def _logprobs(model: Model, logprobs: list[TokenLogprob]) -> list[dict[str, Any]]:
     def told(token: int, logprob: float) -> dict[str, Any]:
         return {"token": model.detokenize([token]), "logprob": logprob}
 
     return [
         {**told(each.token, each.logprob), "top_logprobs": [told(*other) for other in each.top]}
-        for each in completion.logprobs or ()
+        for each in logprobs
     ]

@@ -54,7 +54,7 @@ class Sampled(Strict):
 class ChatBody(Sampled):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None

@@ -7,7 +7,7 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Any
 
-from erllama import Thinking, Token, ToolCallDelta
+from erllama import Thinking, Token, TokenId, ToolCallDelta
 
 from .failures import body_of
 from .reply import json_bytes, remark
@@ -55,6 +55,19 @@ class _Sse:
     loading = b": loading\n\n"
     remark = staticmethod(remark)
 
+    def __init__(self) -> None:
+        self._untold: list[TokenLogprob] = []  # of tokens whose text is not out yet
+
+    def _told(self) -> list[TokenLogprob]:
+        """Log-probabilities for the next chunk: of its tokens, and of those before it that show nothing."""
+        told, self._untold = self._untold, []
+        return told
+
+    def _note(self, event: TokenId) -> bytes:
+        if event.logprob is not None:
+            self._untold.append(event.logprob)
+        return b""
+
     def failed(self, error: ErllamaError, request_id: str) -> bytes:
         """An event with the error, and the end."""
         return sse(body_of(error, "openai", request_id)) + DONE
@@ -64,6 +77,7 @@ class ChatReply(_Sse):
     """One reply of /v1/chat/completions."""
 
     def __init__(self, model: str, *, include_usage: bool = False) -> None:
+        super().__init__()
         self._frame = {
             "id": new_id("chatcmpl-"),
             "object": "chat.completion.chunk",
@@ -89,17 +103,23 @@ class ChatReply(_Sse):
     async def event(self, answer: Answer, event: Event) -> bytes:
         """A delta."""
         match event:
-            case Token(text):
+            case Token(text) if not self._untold:
                 return f"{self._text}{json.dumps(text)}{self._text_end}".encode()
+            case TokenId():
+                return self._note(event)
+            case Token(text):
+                delta: dict[str, Any] = {"content": text}
             case Thinking(text):
-                return self._chunk({"reasoning_content": text})
+                delta = {"reasoning_content": text}
             case ToolCallDelta():
-                return self._chunk({"tool_calls": [call_delta(event)]})
-        return b""
+                delta = {"tool_calls": [call_delta(event)]}
+            case _:
+                return b""
+        return self._chunk(delta, logprobs=chat_logprobs(answer.model, self._told() or None))
 
     def end(self, answer: Answer, completion: Completion) -> bytes:
         """The reason, the usage if it was asked for, and the end."""
-        logprobs = chat_logprobs(answer.model, completion.logprobs)
+        logprobs = chat_logprobs(answer.model, self._told() or None)
         frames = self._chunk({}, finish_reason(completion), logprobs)
         if self._include_usage:
             frames += sse({**self._frame, "choices": [], "usage": usage_of(completion)})
@@ -131,6 +151,8 @@ class TextReply(_Sse):
     """One reply of /v1/completions."""
 
     def __init__(self, model: str, *, include_usage: bool = False) -> None:
+        super().__init__()
+        self._n_told = 0  # characters whose log-probabilities are out
         self._frame = {
             "id": new_id("cmpl-"),
             "object": "text_completion",
@@ -138,6 +160,9 @@ class TextReply(_Sse):
             "model": model,
         }
         self._include_usage = include_usage
+        head = json.dumps(self._frame)[:-1]
+        self._text = f'data: {head}, "choices": [{{"index": 0, "text": '
+        self._text_end = ', "finish_reason": null, "logprobs": null}]}\n\n'
 
     def _choice(self, text: str, finish: str | None, logprobs: Any = None) -> dict[str, Any]:
         choice = {"index": 0, "text": text, "finish_reason": finish, "logprobs": logprobs}
@@ -149,12 +174,22 @@ class TextReply(_Sse):
 
     async def event(self, answer: Answer, event: Event) -> bytes:
         """A piece of text."""
-        return sse(self._choice(event.text, None)) if isinstance(event, Token) else b""
+        if isinstance(event, TokenId):
+            return self._note(event)
+        if not isinstance(event, Token):
+            return b""
+        if not self._untold:
+            return f"{self._text}{json.dumps(event.text)}{self._text_end}".encode()
+        return sse(self._choice(event.text, None, self._logprobs(answer.model)))
+
+    def _logprobs(self, model: Model) -> dict[str, Any] | None:
+        told = text_logprobs(model, self._told() or None, self._n_told)
+        self._n_told += sum(map(len, told["tokens"])) if told else 0
+        return told
 
     def end(self, answer: Answer, completion: Completion) -> bytes:
         """The reason, the usage if it was asked for, and the end."""
-        logprobs = text_logprobs(answer.model, completion.logprobs)
-        frames = sse(self._choice("", finish_reason(completion), logprobs))
+        frames = sse(self._choice("", finish_reason(completion), self._logprobs(answer.model)))
         if self._include_usage:
             frames += sse({**self._frame, "choices": [], "usage": usage_of(completion)})
         return frames + DONE
@@ -195,12 +230,12 @@ def chat_logprobs(model: Model, logprobs: list[TokenLogprob] | None) -> dict[str
     return {"content": content, "refusal": None}
 
 
-def text_logprobs(model: Model, logprobs: list[TokenLogprob] | None) -> dict[str, Any] | None:
-    """In the older shape of text completions."""
+def text_logprobs(model: Model, logprobs: list[TokenLogprob] | None, start: int = 0) -> dict[str, Any] | None:
+    """In the older shape of text completions; `start`: characters before them."""
     if logprobs is None:
         return None
     texts = [model.detokenize([each.token]) for each in logprobs]
-    offsets = [0]
+    offsets = [start]
     for text in texts:
         offsets.append(offsets[-1] + len(text))
     return {

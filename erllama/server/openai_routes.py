@@ -86,7 +86,8 @@ def openai_routes(service: Service) -> APIRouter:
         async with service.reading(body.model) as lease:
             if body.messages is not None:
                 check_count("messages", body.messages, limits.max_messages)
-                ids = await lease.model.render_chat_template(body.messages, tools=body.tools)
+                said = await service.generator.spoken(lease.model, body.messages)
+                ids = await lease.model.render_chat_template(said, tools=body.tools)
             else:
                 assert body.content is not None
                 ids = await lease.model.tokenize_async(body.content, body.add_special, body.parse_special)

@@ -43,8 +43,8 @@ class Budget:
 
 #                           native   hops  entries  calls   kept  left
 BUDGETS = {
-    ("fake", 1): Budget(None, None, 3.2, 112, None, None),
-    ("fake", 8): Budget(None, None, 3.2, 42, None, None),
+    ("fake", 1): Budget(None, None, 3.2, 116, None, None),
+    ("fake", 8): Budget(None, None, 3.2, 44, None, None),
     ("tiny", 1): Budget(1.4, 0.12, 0.4, 95, 3.0, 0.2),
     ("tiny", 8): Budget(2.4, 0.12, 0.4, 39, 3.0, 0.2),
 }

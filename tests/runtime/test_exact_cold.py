@@ -107,7 +107,7 @@ LENGTHS = {  # with two threads, those whose window lies around a border between
 async def test_cold_bits_where_a_window_ring_has_started_over(
     tiny_gguf: Callable[[str], Path], tmp_path: Path, kind: str, n_threads: int
 ) -> None:
-    """Threads share the cells of a single row by how many were ever used: all of the ring, once it was full."""
+    """Threads share the cells of a single row by how many were ever used: all, once the ring was full."""
     text = some_tokens(LENGTHS[n_threads][-1])
     prompts = [text[:n] for n in LENGTHS[n_threads]]
     await around_the_ring(

@@ -34,7 +34,8 @@ def test_a_table_says_what_was_missed_and_what_was_not_measured():
     """A missed bar, a met one, a failure and a note each have their line."""
     lines = table(a_run()).splitlines()
     assert lines[0].startswith("**smol.gguf**, 2026-01-02, commit abc, A | B, 2 usable CPUs")
-    assert "| P1 | one | 91 tokens/s ± 0.5 | 100 tokens/s llama-server | 0.91 ± 0.005 | ≥ 1 × | **missed** |" in lines
+    one = "| P1 | one | 91 tokens/s ± 0.5 | 100 tokens/s llama-server | 0.91 ± 0.005 | ≥ 1 × | **missed** |"
+    assert one in lines
     assert "| P1 | two | 10 ms |  |  | ≤ 0.02 | met |" in lines
     assert any(line.startswith("| P2 | not measured: no program |") for line in lines)
     assert "- P1: A note." in lines
