@@ -52,17 +52,24 @@ class ColdProbe:
         self._piece = piece
         self._parts = parts
         self._kinds = [] if layout is None else [PartKind[name.upper()] for name in layout.parts]
-        self._n_head = self._pieces_for(n_ctx) if parts is not None else piece
-        self._n = min(n_ctx - 1, self._n_head + N_REST)
+        self._n = min(n_ctx - 1, self._length() if parts is not None else piece + N_REST)
+        n_head = self._n_head = (self._n - 1) // piece * piece
         tokens = ordinary_tokens(context.model, self._n + 1)
-        self._head, self._rest, self._last = tokens[: self._n_head], tokens[self._n_head : self._n], tokens[-1:]
+        self._head, self._rest, self._last = tokens[:n_head], tokens[n_head : self._n], tokens[-1:]
 
-    def _pieces_for(self, n_ctx: int) -> int:
-        """Tokens of whole pieces: one, or so many that all of a window was computed in a ring that was full."""
-        window, piece = self._context.model.facts.n_swa, self._piece
-        least = ring_size(self._context) + window if window else piece
-        most = max(1, (n_ctx - 2) // piece) * piece
-        return min(most, -(-least // piece) * piece)
+    def _length(self) -> int:
+        """Tokens before the last one.
+
+        With a window: its cells then lie on both sides of a border between the shares of two threads, in a
+        ring that was full before any of them was computed.
+        """
+        window = self._context.model.facts.n_swa
+        if not window:
+            return self._piece + N_REST
+        ring, n_threads = ring_size(self._context), self._context.params.n_threads
+        share = -(-ring // n_threads) if n_threads > 1 else 1
+        least = self._piece + window // 2
+        return ring + -(-least // share) * share + window // 2
 
     def failure(self, remembered: Path) -> str | None:
         """Why warm bits are not cold bits here; None if they are. Blocks for about two prefills.
@@ -72,7 +79,7 @@ class ColdProbe:
         return verdict(remembered, self._run, self._context.memory)
 
     def _run(self) -> None:
-        if not self._rest:
+        if not self._head:
             return  # no prompt that fits is longer than a piece: nothing is ever reused
         memory, piece = self._context.memory, self._piece
         memory.clear(data=False)

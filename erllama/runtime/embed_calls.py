@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
     from erllama.engine.embedder import Embedder
     from erllama.engine.handle import Handle
+    from erllama.middleware import Middleware
+
+    from .calls import Calls
 
 Prompt = str | Sequence[int]
 
@@ -22,13 +25,17 @@ Prompt = str | Sequence[int]
 class EmbedCalls:
     """The embedding half of `Model`."""
 
+    _calls: Calls
+
     def _live(self) -> Handle:
         raise NotImplementedError
 
     async def _prompt_ids(self, prompt: Prompt, *, add_special: bool = True) -> list[int]:
         raise NotImplementedError
 
-    async def embed(self, text_or_tokens: Prompt) -> npt.NDArray[np.float32]:
+    async def embed(
+        self, text_or_tokens: Prompt, *, middleware: Sequence[Middleware] = ()
+    ) -> npt.NDArray[np.float32]:
         """The embedding of a text, or of token ids: float32 of shape (n_embd,), as llama.cpp gives it.
 
         It is not normalised. Text is tokenised as a prompt is, with what the model wants around it.
@@ -38,16 +45,27 @@ class EmbedCalls:
         `EngineError`.
         Cancellation: the computation is given up.
         """
-        vector: npt.NDArray[np.float32] = (await self.embed_batch([text_or_tokens]))[0]
+        arguments = {"text_or_tokens": text_or_tokens, "middleware": middleware}
+        vector: npt.NDArray[np.float32] = await self._calls.run("embed", arguments, self._vector)
         return vector
 
-    async def embed_batch(self, inputs: Sequence[Prompt]) -> npt.NDArray[np.float32]:
+    async def _vector(self, text_or_tokens: Prompt, middleware: object = ()) -> Any:
+        return (await self._matrix([text_or_tokens]))[0]
+
+    async def embed_batch(
+        self, inputs: Sequence[Prompt], *, middleware: Sequence[Middleware] = ()
+    ) -> npt.NDArray[np.float32]:
         """The embeddings of many inputs: float32 of shape (n_inputs, n_embd), in their order.
 
         They are computed together as far as they fit into a batch, which changes only their last bits.
         One that cannot be embedded is an error for all, before any is computed. Raises and cancels as
         `embed`.
         """
+        arguments = {"inputs": inputs, "middleware": middleware}
+        matrix: npt.NDArray[np.float32] = await self._calls.run("embed_batch", arguments, self._matrix)
+        return matrix
+
+    async def _matrix(self, inputs: Sequence[Prompt], middleware: object = ()) -> npt.NDArray[np.float32]:
         embedder = self._embedder()
         if isinstance(inputs, (str, bytes)) or not isinstance(inputs, (Sequence, np.ndarray)):
             raise InvalidContent("embed_batch takes a list of inputs; for one, call embed")

@@ -11,6 +11,7 @@ from erllama.engine import llama_parts
 from erllama.engine.llama_backend import LlamaBackend
 from erllama.engine.window_places import ring_size
 from erllama.errors import EngineError, NotSupported
+from erllama.machine import usable_cpus
 from erllama.options import ContextOptions, ModelOptions
 
 from .parts_scenes import KINDS, equal
@@ -186,6 +187,27 @@ RING = {"n_seq_max": 1, "n_batch": 64}  # 256 window cells
 def test_a_restore_starts_the_ring_where_it_was(open_apart: OpenApart, kind: str, n: int, block: int) -> None:
     """X3: the order of cells decides about bits, also when the window cache has been filled several times."""
     check_round_trip(open_apart(kind, **RING), open_apart(kind, **RING), n, block)
+
+
+@pytest.mark.skipif(usable_cpus() < 2, reason="more threads than cores are cut")
+@pytest.mark.parametrize("kind", ["window", "hybrid_window"])
+@pytest.mark.parametrize(("n", "block"), [(768, 256), (1038, 256), (1038, 100), (1182, 64)])
+def test_a_restored_ring_is_as_full_as_it_was(open_apart: OpenApart, kind: str, n: int, block: int) -> None:
+    """X3: two threads share the cells of a single row, hidden ones included, up to the last one in use."""
+    shape = {"n_seq_max": 1, "n_batch": 512, "n_threads": 2, "n_ctx": 2048}  # 768 window cells
+    check_round_trip(open_apart(kind, **shape), open_apart(kind, **shape), n, block)
+
+
+@pytest.mark.parametrize("n", [256, 300, 320, 480, 500, 530, 1000])
+@pytest.mark.parametrize("block", [30, 50, 64, 256])
+def test_every_place_of_a_ring_that_was_full_is_held(open_apart: OpenApart, n: int, block: int) -> None:
+    """Copies of as many cells as a part has, the last ones cut: in front of what is restored and behind it."""
+    source, target = open_apart("window", **RING), open_apart("window", **RING)
+    saved = source.compute(0, source.tokens(n), block)
+    assert target.restore(0, saved, n)
+    assert target.backend._live_context().memory.pos_min(1) == n - 256
+    assert target.backend.is_at(0, n)
+    assert equal(target.go_on(0, n, 20), source.go_on(0, n, 20))
 
 
 @pytest.mark.parametrize("n", [300, 330, 513])

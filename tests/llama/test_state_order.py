@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from erllama.llama import saved_state
-from erllama.llama.state_order import sort_cells
+from erllama.llama.state_order import first_cells, sort_cells
 
 from .support import feed, off_by, prompt, save, step
 
@@ -49,6 +49,30 @@ def test_scattered_cells(
     other = open_context(model, **shape)
     assert other.state_set(0, scattered) == len(scattered)
     assert off_by(step(fresh, 7, 60), step(other, 7, 60)) < 1  # the order of cells decides about bits
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("kind", ["window", "hybrid_window"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_first_cells(
+    tiny: Callable[[str], Model], open_context: OpenContext, kind: str, shape: dict[str, object]
+) -> None:
+    """Of the cells of a window only some, and nothing else is changed: llama.cpp reads and writes the same."""
+    context = open_context(tiny(kind), **shape)
+    feed(context, prompt(context.model, 60))
+    whole = bytearray(context.state_size(0, partial=True))
+    context.state_get(0, whole, partial=True)
+    cut = first_cells(memoryview(whole), 0, 25)
+    assert cut is not None
+    context.memory.rm(0)
+    assert context.state_set(0, cut, partial=True) == len(cut) < len(whole)
+    again = bytearray(context.state_size(0, partial=True))
+    context.state_get(0, again, partial=True)
+    assert again == bytes(cut)
+    positions = saved_state.cell_positions(cut[saved_state.HEADER_BYTES :], 0)
+    assert positions is not None
+    assert list(positions) == list(range(25))
+    assert first_cells(memoryview(whole)[: len(whole) // 2], 0, 25) is None
 
 
 @pytest.mark.model

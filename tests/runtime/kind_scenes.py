@@ -114,6 +114,7 @@ async def kept(
     n_seq_max: int = 2,
     n_ctx: int = 2048,
     n_batch: int = 512,
+    n_threads: int = N_THREADS,
     policy: SavePolicy = POLICY,
     reference: bool = False,
     config: dict[str, object] | None = None,
@@ -125,7 +126,7 @@ async def kept(
             engine = await outside.enter_async_context(
                 erllama.open_engine(**tiers_of(tier, root), **(config or {}))
             )
-            context = ContextOptions(n_threads=N_THREADS, n_ctx=n_ctx, n_seq_max=n_seq_max, n_batch=n_batch)
+            context = ContextOptions(n_threads=n_threads, n_ctx=n_ctx, n_seq_max=n_seq_max, n_batch=n_batch)
             model = await engine.load_model(
                 path, context=context, policy=policy, tier="ram" if tier == "ram" else "kv", **loading
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from erllama import ContextOptions, llama
 from erllama.backend import EmbedRow, StepStatus
 from erllama.engine.llama_backend import LlamaBackend
 from erllama.options import ModelOptions
+from erllama.testing import FakeBackend, FakeEmbedder, fake_vector
+from erllama.types import EmbeddingFacts
 
 from .reference_bert import ReferenceBert
 
@@ -248,3 +251,21 @@ async def test_a_long_input_of_a_generator_is_computed_in_pieces(smollm2_path: P
         vector = await model.embed(ids)
         assert cosine(vector, await model.embed(ids[40:])) < 0.999
     assert cosine(vector, by_hand(smollm2_path, [ids])[0]) > 0.999
+
+
+async def test_middleware_is_around_it() -> None:
+    """O6: once for each call, with its arguments; it may change them, or answer."""
+    facts = EmbeddingFacts(n_embd=8, pooling="mean", n_ctx=64, n_rows=64, n_lanes=4, whole=True)
+    seen: list[tuple[str, object]] = []
+
+    async def upper(call: Any, following: Any) -> Any:
+        seen.append((call.name, call.arguments.get("inputs") or call.arguments.get("text_or_tokens")))
+        if call.name == "embed":
+            return await following(dataclasses.replace(call, arguments={"text_or_tokens": "AB"}))
+        return await following(call)
+
+    async with erllama.open_engine(middleware=[upper]) as engine:
+        model = await engine.load_model(backend=FakeBackend(embedder=FakeEmbedder(facts)))
+        assert (await model.embed("ab") == fake_vector(list(b"AB"), 8)).all()
+        assert (await model.embed_batch(["a"], middleware=[upper]) == fake_vector(list(b"a"), 8)).all()
+    assert seen == [("embed", "ab"), ("embed_batch", ["a"]), ("embed_batch", ["a"])]

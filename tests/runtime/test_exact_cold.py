@@ -10,6 +10,7 @@ import trio
 
 import erllama
 from erllama import ContextOptions, NotSupported, SavePolicy
+from erllama.machine import usable_cpus
 from erllama.testing import FakeBackend
 
 from .kind_scenes import GREEDY, KINDS, N_THREADS, NO_STORE, bits, changed, kept, some_tokens
@@ -23,19 +24,27 @@ pytestmark = [pytest.mark.model, pytest.mark.slow]
 W = 64  # make_tiny_gguf.WINDOW
 PIECE = 256
 BORDERS = (63, 64, 65, 128, 252, 255, 256, 257, 511, 512, 513, 700)
+TWO = pytest.param(2, marks=pytest.mark.skipif(usable_cpus() < 2, reason="more threads than cores are cut"))
 COLD = {**GREEDY, "max_tokens": 6, "exact": "cold"}
 POLICY = SavePolicy(min_tokens=16, cold_min_tokens=16)
 
 Bits = list[tuple[int, float, tuple[tuple[int, float], ...]]]
 
 
-async def fresh(path: Path, prompts: list[list[int]], **options: object) -> list[Bits]:
+async def fresh(
+    path: Path,
+    prompts: list[list[int]],
+    *,
+    n_threads: int = N_THREADS,
+    n_seq_max: int = 2,
+    n_batch: int = 512,
+    **options: object,
+) -> list[Bits]:
     """What a context says to each prompt that has never seen anything else: rebuilt in between."""
     seen = []
+    context = ContextOptions(n_threads=n_threads, n_ctx=2048, n_seq_max=n_seq_max, n_batch=n_batch)
     async with erllama.open_engine(ram_max_bytes=0) as engine:
-        model = await engine.load_model(
-            path, context=ContextOptions(n_threads=N_THREADS, n_ctx=2048, n_seq_max=2), policy=NO_STORE
-        )
+        model = await engine.load_model(path, context=context, policy=NO_STORE)
         for prompt in prompts:
             model.handle.backend.rebuild()  # nobody runs
             seen.append(bits(await model.complete(prompt, cache="off", **{**COLD, **options})))
@@ -68,6 +77,42 @@ async def test_warm_and_restarted_answers_have_cold_bits(
                     assert n_computed == len(prompt) - 1 - n_pieces * PIECE
                 await scene.engine.cache.flush()
             assert scene.model.info().exactness.cold
+
+
+async def around_the_ring(
+    path: Path, root: Path, prompts: list[list[int]], other: list[int], **shape: int
+) -> None:
+    """The longest prompt is computed, then all are answered from it, each after another took the memory."""
+    expected = await fresh(path, prompts, **shape)
+    async with kept(path, "disk", root, policy=POLICY, **shape) as scene:
+        await scene.model.complete(prompts[-1], **COLD)
+        await scene.engine.cache.flush()
+        for prompt, wanted in zip(prompts, expected, strict=True):
+            await scene.model.complete(other, cache="off", **{**GREEDY, "max_tokens": 2})
+            answer = await scene.model.complete(prompt, **COLD)
+            assert answer.stats.n_cached == (len(prompt) - 1) // PIECE * PIECE
+            assert bits(answer) == wanted, len(prompt)
+        assert scene.model.info().exactness.cold
+
+
+RING = 768  # 64 * (2 + 1) + 512, padded to 256
+LENGTHS = {  # with two threads, those whose window lies around a border between shares, of 768 or of less
+    1: (767, 768, 769, 1023, 1024, 1025, 1040, 1184, 1281, 1535, 1536, 1537, 1808),
+    2: (769, RING + 270, RING + 416, 2 * RING + 270),
+}
+
+
+@pytest.mark.parametrize("kind", ["window", "hybrid_window"])
+@pytest.mark.parametrize("n_threads", [1, TWO])
+async def test_cold_bits_where_a_window_ring_has_started_over(
+    tiny_gguf: Callable[[str], Path], tmp_path: Path, kind: str, n_threads: int
+) -> None:
+    """Threads share a single row's cells by how many the ring ever used, so all of it must look used again."""
+    text = some_tokens(LENGTHS[n_threads][-1])
+    prompts = [text[:n] for n in LENGTHS[n_threads]]
+    await around_the_ring(
+        tiny_gguf(kind), tmp_path, prompts, some_tokens(1000, 5), n_threads=n_threads, n_seq_max=2
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -261,3 +306,15 @@ async def test_cold_bits_of_a_real_dense_model(smollm2_path: Path, tmp_path: Pat
 async def test_cold_bits_of_a_real_window_model(gemma_path: Path, tmp_path: Path) -> None:
     """gemma-3-270m around its window of 512 tokens, and where a restore reaches past it."""
     await real(gemma_path, tmp_path, (513, 700, 1024))
+
+
+@pytest.mark.parametrize("n_threads", [1, TWO])
+async def test_cold_bits_of_a_real_window_model_whose_ring_has_started_over(
+    gemma_path: Path, tmp_path: Path, n_threads: int
+) -> None:
+    """gemma-3-270m: 512 tokens seen, a ring of 1,280; restored are 1,792, so most of the ring is not."""
+    async with erllama.open_engine() as engine:
+        model = await engine.load_model(gemma_path, context=ContextOptions(n_ctx=256))
+        text = model.tokenize(" ".join(f"Item {i} costs {i * 7919 % 1000} coins." for i in range(300)))
+    shape = {"n_threads": n_threads, "n_seq_max": 1, "n_batch": 256}
+    await around_the_ring(gemma_path, tmp_path, [text[:1800]], text[300:700], **shape)
