@@ -1,4 +1,4 @@
-"""All workloads, in the order in which they run. P13 is the HTTP server's and comes with it."""
+"""All workloads, in the order in which they run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from erllama.errors import InvalidOption
 
-from . import cancel, chat, decode, lookup, memory, prefill, restore, saving, sharing, stall
+from . import cancel, chat, decode, lookup, memory, over_http, prefill, restore, saving, sharing, stall
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 WORKLOADS = (
     *(decode.DECODE, decode.NEIGHBOURS, prefill.PREFILL, restore.RAM, restore.DISK, chat.GROWTH),
     *(sharing.SHARING, chat.EDIT, lookup.LOOKUP, stall.LOOP, stall.GAP, saving.SAVING, memory.RSS),
-    *(cancel.CANCEL, chat.BRANCH, chat.RETURN, restore.WINDOW, memory.RESUME_POINTS),
+    *(over_http.OVER_HTTP, cancel.CANCEL, chat.BRANCH, chat.RETURN, restore.WINDOW, memory.RESUME_POINTS),
 )
 
 

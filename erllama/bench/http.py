@@ -7,6 +7,7 @@ and events of a stream are handed on as bytes, unparsed.
 from __future__ import annotations
 
 import json
+import time
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -95,6 +96,20 @@ async def stream_events(port: int, path: str, body: Any, on_event: Callable[[byt
                     last = event[len(_EVENT) :]
                     on_event(last)
     return last
+
+
+async def first_byte_s(port: int, path: str, body: Any) -> float:
+    """Seconds from connecting to the first byte of the reply, which is then read to its end."""
+    began = time.perf_counter()
+    stream = await _send(port, "POST", path, body)
+    async with stream:
+        data = await stream.receive_some()
+        took_s = time.perf_counter() - began
+        if not data.startswith(b"HTTP/1.1 200"):
+            raise peer_failed(f"the peer answered {data[:500].decode(errors='replace')}")
+        while await stream.receive_some():
+            pass
+    return took_s
 
 
 async def _send(port: int, method: str, path: str, body: Any) -> trio.SocketStream:

@@ -76,6 +76,11 @@ class Own:
         await self.ask(self.prompts.prompt(MIN_TOKENS, 99, *key), 1, cache=False)
 
     @property
+    def banned(self) -> list[int]:
+        """Tokens that would end an answer early."""
+        return list(self._banned)
+
+    @property
     def statistics(self) -> ActorStatistics:
         """The counters of the model's actor."""
         return self.model.statistics()

@@ -37,7 +37,7 @@ async def measure(settings: Settings) -> Found:
             sides.append(await stack.enter_async_context(opened))
         ask = partial(_agents, own, n_head, n_tail, n_out)
         runs = await take_turns(settings.runs(2), *(partial(ask, side) for side in sides), warm_up=False)
-        once = [_n_once(_prompts(own, n_head, n_tail, run)) for run in range(1, len(runs[0]) + 1)]
+        once = [_n_once(prompts_of_agents(own, n_head, n_tail, run)) for run in range(1, len(runs[0]) + 1)]
     walls = [[wall_s(run) for run in side] for side in runs]
     found.figures.append(
         against("wall time", "s", walls[0], walls[1] if len(walls) > 1 else [], "llama-server", WALL_BAR)
@@ -53,11 +53,12 @@ async def measure(settings: Settings) -> Found:
 
 
 async def _agents(own: Own, n_head: int, n_tail: int, n_out: int, side: Side, run: int) -> list[Answer]:
-    prompts = _prompts(own, n_head, n_tail, run)
+    prompts = prompts_of_agents(own, n_head, n_tail, run)
     return await together([partial(side.ask, prompt, n_out, cache=True) for prompt in prompts])
 
 
-def _prompts(own: Own, n_head: int, n_tail: int, run: int) -> list[list[int]]:
+def prompts_of_agents(own: Own, n_head: int, n_tail: int, run: int) -> list[list[int]]:
+    """One head for all of a run, and a tail for each."""
     head = own.prompts.prompt(n_head, 6, run)
     return [[*head, *own.prompts.tail(n_tail, 6, run, i)] for i in range(N_AGENTS)]
 

@@ -180,6 +180,7 @@ def _add_chat(choices: Any) -> Parser:
     add("-m", "--model", metavar="PATH", help="a GGUF file (default: SmolLM2-135M-Instruct, fetched once)")
     add("-s", "--system", metavar="TEXT", help="the system message")
     add("--chat-template", metavar="FILE", help="a Jinja template instead of the model's own")
+    add("--tools", metavar="FILE", help="tools it may call (JSON, OpenAI's shape); you say what they give")
     add(
         "--reasoning",
         choices=("auto", "off", "inline"),
@@ -291,7 +292,7 @@ def _add_bench(choices: Any) -> Parser:
         epilog=BENCH_EXAMPLES,
     )
     add = parser.add_argument
-    add("workloads", nargs="*", metavar="WORKLOAD", help="P1, P1b, P2 … P12, P14 … P18")
+    add("workloads", nargs="*", metavar="WORKLOAD", help="P1, P1b, P2 … P18")
     add("--vs", choices=("llama-server",), help="ask llama.cpp's server the same, in the same run")
     add("--quick", action="store_true", help="small sizes, one run, no bar judged")
     add(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
     from .pool import Lease, Loading, Pool
     from .settings import LimitsTable, Settings
 
+log = logging.getLogger("erllama.server")
 END_SESSION_S = 5.0
+SLOW_ADMISSION_S = 1.0  # rendering and handing over: longer says that the machine is overloaded
 LONGEST_TOKEN = 16  # characters
 ROOM_FOR_ANSWER = 4  # a history that is cut leaves this part of the context to the answer, or max_tokens
 
@@ -101,7 +104,7 @@ class Answer:
         return self.completion is not None and not self._ahead
 
     async def batch(self) -> list[Event]:
-        """The events that are there, at least one; `TokenId` only where it tells a log-probability.
+        """The events that are there, at least one; a `TokenId` only if it has a log-probability to tell.
 
         A limit of time ends the answer's block, if `watch` runs. Cancellation: loses nothing.
         """
@@ -121,7 +124,10 @@ class Answer:
             assert events, "an answer ends with its completion or an error"
             self._has_begun = True
             for event in events:
-                if type(event) is Token or self._is_shown(event):
+                # Most events are of these two kinds, so they are told apart without a call.
+                if type(event) is Token or (
+                    event.logprob is not None if isinstance(event, TokenId) else self._is_shown(event)
+                ):
                     shown.append(event)
         return shown
 
@@ -129,8 +135,6 @@ class Answer:
         match event:
             case Done(completion):
                 self.completion = _with_one_call(completion) if self._one_call else completion
-            case TokenId(logprob=logprob):
-                return logprob is not None
             case ToolCallDelta(index=index):
                 return not (index and self._one_call)
             case ThinkingEnd(signature):
@@ -234,7 +238,7 @@ class Generator:
                         ask = self._shorter(ask, why)
                     else:
                         ask, n_cut = await _cut(lease.model, ask, why)
-            self._metrics.admitted("infer", trio.current_time() - started)
+            self._admitted(lease, trio.current_time() - started)
             scope = trio.CancelScope()
             answer = Answer(
                 lease,
@@ -262,6 +266,11 @@ class Generator:
                 taken = False
             self._takes_late[model] = taken
         return messages if taken else with_reminders(messages)
+
+    def _admitted(self, lease: Lease, seconds: float) -> None:
+        self._metrics.admitted("infer", seconds)
+        if seconds >= SLOW_ADMISSION_S:
+            log.warning("handing a request to %s took %.1f s", lease.model.model_id, seconds)
 
     def _shorter(self, ask: Ask, why: ContextOverflow) -> Ask:
         may_cut = self.settings.fit_history if ask.may_cut is None else ask.may_cut

@@ -1,7 +1,7 @@
 """Hypercorn's connections on our own listener.
 
-What a stream writes for every token goes to the socket at once where the socket takes it: Hypercorn's way
-takes a lock, two turns of trio's scheduler and a scope, which is more than all else that a token costs.
+What a stream writes for a token goes to the socket at once if the socket takes it: Hypercorn's way takes
+a lock, two turns of trio's scheduler and a scope, which is more than everything else that a token costs.
 """
 
 from __future__ import annotations

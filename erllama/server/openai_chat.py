@@ -160,6 +160,9 @@ class TextReply(_Sse):
             "model": model,
         }
         self._include_usage = include_usage
+        head = json.dumps(self._frame)[:-1]
+        self._text = f'data: {head}, "choices": [{{"index": 0, "text": '
+        self._text_end = ', "finish_reason": null, "logprobs": null}]}\n\n'
 
     def _choice(self, text: str, finish: str | None, logprobs: Any = None) -> dict[str, Any]:
         choice = {"index": 0, "text": text, "finish_reason": finish, "logprobs": logprobs}
@@ -175,6 +178,8 @@ class TextReply(_Sse):
             return self._note(event)
         if not isinstance(event, Token):
             return b""
+        if not self._untold:
+            return f"{self._text}{json.dumps(event.text)}{self._text_end}".encode()
         return sse(self._choice(event.text, None, self._logprobs(answer.model)))
 
     def _logprobs(self, model: Model) -> dict[str, Any] | None:

@@ -90,6 +90,7 @@ class _Wire:
         self._limit_s = limit_s
         self._lock = trio.Lock()  # pings come from another task
         self.started = False
+        self.is_ending = False
         self.last = trio.current_time()
         self.blocked_since = math.inf
 
@@ -108,6 +109,7 @@ class _Wire:
             self._lock.acquire_nowait()  # unlike `async with`, without a turn of the loop for every token
         except trio.WouldBlock:
             await self._lock.acquire()
+        self.is_ending = not more
         try:
             self.blocked_since = trio.current_time()
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
@@ -146,7 +148,7 @@ class AnswerReply(Response):
         wire = _Wire(send, self._limits.slow_client_s)
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(_leave_with_client, receive, nursery.cancel_scope)
+                nursery.start_soon(_leave_with_client, receive, wire, nursery.cancel_scope)
                 nursery.start_soon(wire.watch)
                 try:
                     if self._stream:
@@ -266,8 +268,9 @@ async def _write(wire: _Wire, data: bytes) -> None:
         await wire.write(data)
 
 
-async def _leave_with_client(receive: Receive, scope: trio.CancelScope) -> None:
-    """Cancel when the client is gone."""
+async def _leave_with_client(receive: Receive, wire: _Wire, scope: trio.CancelScope) -> None:
+    """Cancel when the client is gone; the last bytes are not cut off, for the connection ends with them."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    scope.cancel()
+    if not wire.is_ending:
+        scope.cancel()

@@ -8,10 +8,15 @@ from functools import partial
 import httpx
 import pytest
 import trio
+import trio.testing
 from runtime.chat_scenes import ScriptedChat
 
+import erllama
 from erllama.errors import LoadFailed, ModelWouldOom
 from erllama.server.app import make_app
+from erllama.server.pool import loader
+from erllama.server.registry import ConfiguredModels
+from erllama.server.settings import make_settings
 from erllama.testing import FakeBackend
 from server.scenes import asgi_scope, chat_body, receiver, serving, sse_events, until
 
@@ -280,3 +285,52 @@ async def test_text_prompts_are_text_or_ids():
         assert tokens == [97, 98, 99]
         back = await scene.client.post("/detokenize", json={"tokens": tokens})
         assert back.json() == {"content": "abc"}
+
+
+@pytest.mark.parametrize("crashed", [False, True])
+async def test_a_model_that_is_still_being_freed_is_waited_for(crashed):
+    """One that ended by itself keeps its name until it has saved and freed everything: then it is loaded."""
+    n_made, hold, broken = 0, trio.Event(), False
+
+    def fail(step):
+        if broken:
+            raise RuntimeError("broken")
+
+    async with erllama.open_engine() as engine:
+        real = engine.load_model
+
+        async def load_model(file=None, **options):
+            nonlocal n_made
+            n_made += 1
+            return await real(backend=FakeBackend(before_step=fail), model_id="m")
+
+        engine.load_model = load_model
+        (spec,) = ConfiguredModels(make_settings({"models": {"m": {"path": "m.gguf"}}})).specs()
+        load = loader(engine, tier="ram", policy=erllama.SavePolicy())
+        old = await load(spec, lambda _: None)
+        old.handle.actor.flush = hold.wait
+        if crashed:
+            broken = True
+            with pytest.raises(erllama.EngineError):
+                await old.complete("x")
+            broken = False
+        else:
+            old.handle.stop()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(load, spec, lambda _: None)
+            await trio.testing.wait_all_tasks_blocked(0.05)
+            assert n_made == 1
+            hold.set()
+        assert n_made == 2
+        assert (await engine.model("m").complete("x", max_tokens=2)).stats.n_generated == 2
+
+
+async def test_a_slow_admission_is_logged(caplog, monkeypatch):
+    """With the model's name, once; and the histogram counts every one."""
+    monkeypatch.setattr("erllama.server.generation.SLOW_ADMISSION_S", 0.0)
+    async with serving() as scene:
+        with caplog.at_level("WARNING", "erllama.server"):
+            await scene.client.post(CHAT, json=chat_body())
+        assert [r.getMessage() for r in caplog.records if "handing a request to fake" in r.getMessage()]
+        text = (await scene.client.get("/metrics")).text
+        assert 'erllama_engine_admit_duration_seconds_count{op="infer"} 1.0' in text

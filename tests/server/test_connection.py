@@ -1,0 +1,91 @@
+"""Beneath HTTP: a connection is closed where it was to be, and bytes go out as they come."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+import pytest
+import trio
+from hypercorn.events import RawData
+from hypercorn.trio.tcp_server import TCPServer
+from hypercorn.trio.worker_context import WorkerContext
+from hypercorn.typing import ConnectionState
+from runtime.chat_scenes import ScriptedChat
+
+from erllama.server.listener import Connection
+from erllama.server.serving import listener_config
+from erllama.server.settings import make_settings
+from server.scenes import chat_body, serving
+
+CHAT = "/v1/chat/completions"
+
+
+async def connect(url: str, body: dict[str, Any], *head: str) -> trio.SocketStream:
+    """A connection on which a chat was asked for."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    stream = await trio.open_tcp_stream(host, int(port))
+    data = json.dumps(body).encode()
+    lines = [f"POST {CHAT} HTTP/1.1", "Host: localhost", f"Content-Length: {len(data)}", *head, "", ""]
+    await stream.send_all("\r\n".join(lines).encode() + data)
+    return stream
+
+
+async def read_all(stream: trio.SocketStream) -> bytes:
+    """Until the other side closes."""
+    data = b""
+    async with stream:
+        while more := await stream.receive_some():
+            data += more
+    return data
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_connection_that_was_to_be_closed_is(stream: bool) -> None:
+    """`Connection: close`, as proxies send it: the end of the reply is the end of the connection."""
+    async with serving() as scene:
+        client = await connect(scene.url, chat_body(stream=stream), "Connection: close")
+        with trio.fail_after(5):
+            data = await read_all(client)
+        assert data.startswith(b"HTTP/1.1 200")
+        assert data.rstrip().endswith(b"0" if stream else b"}")  # the last, empty chunk
+        await scene.wait_idle()
+
+
+async def test_what_a_full_socket_does_not_take_comes_later() -> None:
+    """Every byte, in order, while the other side reads slowly."""
+    ours, theirs = (trio.SocketStream(s) for s in trio.socket.socketpair())
+    config = listener_config(make_settings({}))
+    connection = Connection(None, config, WorkerContext(None), ConnectionState({}), ours)
+    sent = [bytes([i]) * 300_000 for i in range(8)]
+    received = b""
+
+    async def send() -> None:
+        for data in sent:
+            await connection.protocol_send(RawData(data))
+        await ours.aclose()
+
+    with trio.fail_after(10):
+        async with theirs, trio.open_nursery() as nursery:
+            nursery.start_soon(send)
+            while more := await theirs.receive_some(50_000):
+                received += more
+                await trio.lowlevel.checkpoint()
+    assert received == b"".join(sent)
+
+
+async def test_a_token_takes_no_turn_of_the_scheduler_on_its_way_out(monkeypatch: Any) -> None:
+    """While the socket takes what is written, Hypercorn's slow way is not taken."""
+    slow = []
+    real = TCPServer.protocol_send
+
+    async def counted(self: Connection, event: Any) -> None:
+        slow.append(type(event).__name__)
+        await real(self, event)
+
+    monkeypatch.setattr(TCPServer, "protocol_send", counted)
+    async with serving(partial(ScriptedChat, says="word " * 10)) as scene:
+        await read_all(await connect(scene.url, chat_body(stream=True), "Connection: close"))
+    assert "RawData" not in slow
+    assert "Closed" in slow

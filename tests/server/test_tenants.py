@@ -1,0 +1,87 @@
+"""Who shares KV with whom on one server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from erllama.errors import InvalidConfig
+from erllama.server.generation import Ask
+from erllama.server.settings import CacheTable, make_settings
+from erllama.server.tenants import of_tenant, salt_of
+from server.scenes import chat_body, serving
+
+if TYPE_CHECKING:
+    from server.scenes import Scene
+
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+KEYS = {"openai": ["one", "two"], "anthropic": ["one"]}
+LONG = "The same words for everybody. " * 8
+
+
+async def cached(scene: Scene, key: str | None = None, **more: Any) -> int:
+    """Tokens of the prompt that were reused, as the reply tells them."""
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    reply = await scene.client.post(CHAT, json=chat_body(LONG, max_tokens=1, **more), headers=headers)
+    assert reply.status_code == 200, reply.text
+    return int(reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+async def test_users_with_different_keys_share_nothing() -> None:
+    """The second user's prompt is computed though the first one's is there; each finds its own again."""
+    async with serving(auth=KEYS) as scene:
+        assert await cached(scene, "one") == 0
+        assert await cached(scene, "two") == 0
+        assert await cached(scene, "two") > 200
+        assert await cached(scene, "one") == 0  # one sequence, and short prompts are not stored
+        assert await cached(scene, "one") > 200
+
+
+async def test_a_key_is_the_same_user_on_every_surface() -> None:
+    """What was asked through OpenAI's route is found by Anthropic's."""
+    async with serving(auth=KEYS) as scene:
+        assert await cached(scene, "one") == 0
+        body = chat_body(LONG, max_tokens=1)
+        reply = await scene.client.post(MESSAGES, json=body, headers={"x-api-key": "one"})
+        assert reply.json()["usage"]["cache_read_input_tokens"] > 200
+
+
+async def test_keys_may_share_and_so_do_those_without() -> None:
+    """`api_keys = "share"`, and a server without keys, whatever key its clients send."""
+    async with serving(auth=KEYS, cache={"api_keys": "share"}) as scene:
+        assert await cached(scene, "one") == 0
+        assert await cached(scene, "two") > 200
+    async with serving() as scene:
+        assert await cached(scene, "one") == 0
+        assert await cached(scene, "two") > 200
+
+
+async def test_prompt_cache_key_separates_where_it_is_to() -> None:
+    """By default it names a session; set so, it separates as well, below the API key."""
+    async with serving() as scene:
+        assert await cached(scene, prompt_cache_key="a") == 0
+        assert await cached(scene, prompt_cache_key="b") > 200
+    async with serving(auth=KEYS, cache={"prompt_cache_key": "separates"}) as scene:
+        assert await cached(scene, "one", prompt_cache_key="a") == 0
+        assert await cached(scene, "one", prompt_cache_key="b") == 0
+        assert await cached(scene, "one", prompt_cache_key="b") > 200
+        assert await cached(scene, "two", prompt_cache_key="b") == 0
+
+
+async def test_users_may_use_the_same_session_id() -> None:
+    """It is a name within a key: neither waits for the other, nor ends its session."""
+    ask = Ask(model="m", session_id="chat-1", cache_key="x")
+    table = CacheTable()
+    one, two = (of_tenant(ask, salt_of(key), table) for key in KEYS["openai"])
+    assert one.session_id != two.session_id
+    assert one.salt != two.salt
+    assert of_tenant(ask, b"", table) is ask
+    assert salt_of("a", under=b"1") != salt_of("a", under=b"2") != salt_of("a")
+
+
+def test_settings_of_the_cache_are_checked() -> None:
+    """By name."""
+    for wrong in ({"api_keys": "maybe"}, {"ttl_s": 0}, {"prompt_cache_key": "salt"}, {"tll_s": 1}):
+        with pytest.raises(InvalidConfig, match="cache"):
+            make_settings({"cache": wrong})
