@@ -39,12 +39,18 @@ async def serve(
     `task_status` gets the addresses once the socket listens.
     Cancellation: answers in flight end at once, what is to be saved is saved.
     """
-    async with erllama.open_engine(config) as engine:
+    async with erllama.open_engine(with_signing_key(config, settings)) as engine:
         policy = policy or erllama.SavePolicy()
         if settings.cache.ttl_s is not None:
             policy = dataclasses.replace(policy, ttl_s=settings.cache.ttl_s)
         load = loader(engine, tier=tier, policy=policy)
         await serve_pool(settings, load, stop=stop, task_status=task_status)
+
+
+def with_signing_key(config: erllama.EngineConfig, settings: Settings) -> erllama.EngineConfig:
+    """The engine's settings with the key of the server's, if there is one."""
+    key = settings.auth.thinking_signing_key.encode()
+    return dataclasses.replace(config, thinking_signing_key=key) if key else config
 
 
 async def serve_pool(

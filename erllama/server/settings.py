@@ -70,11 +70,12 @@ class ListenTable(_Table):
 
 
 class AuthTable(_Table):
-    """API keys that each surface takes; none: it is open."""
+    """API keys that each surface takes; none: it is open. `thinking_signing_key` signs blocks of thinking."""
 
     openai: tuple[str, ...] = ()
     anthropic: tuple[str, ...] = ()
     ollama: tuple[str, ...] = ()
+    thinking_signing_key: str = ""
 
 
 class CorsTable(_Table):

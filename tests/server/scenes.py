@@ -18,7 +18,7 @@ from erllama.server.metrics import Metrics
 from erllama.server.pool import Pool
 from erllama.server.registry import ConfiguredModels
 from erllama.server.service import Service
-from erllama.server.serving import listener_config
+from erllama.server.serving import listener_config, with_signing_key
 from erllama.server.settings import make_settings
 
 if TYPE_CHECKING:
@@ -84,7 +84,8 @@ async def serving(
     metrics = Metrics()
     scene: Scene
 
-    async with erllama.open_engine() as engine, trio.open_nursery() as nursery:
+    config = with_signing_key(erllama.EngineConfig(), checked)
+    async with erllama.open_engine(config) as engine, trio.open_nursery() as nursery:
 
         async def load(spec: Any, progress: Callable[[float], None]) -> erllama.Model:
             scene.loads.append(spec.name)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import itertools
+import json
 from functools import partial
 
 import anthropic
@@ -189,6 +192,24 @@ async def test_thinking_is_told_only_to_those_who_ask():
             final = await stream.get_final_message()
         assert [b.type for b in final.content] == ["thinking", "text"]
         assert final.content[1].text.strip() == "Hello."
+
+
+@pytest.mark.parametrize("key", ["", "secret"])
+async def test_a_block_of_thinking_is_signed_if_there_is_a_key(key):
+    """H16: signature_delta carries the HMAC of what was thought; without a key there is no such event."""
+    says = "<think>\nhm\n</think>\n\nHello."
+    auth = {"thinking_signing_key": key}
+    async with serving(partial(ScriptedChat, says=says), auth=auth) as scene:
+        thinking = {"type": "enabled", "budget_tokens": 1024}
+        body = {"model": "fake", "messages": HELLO, "max_tokens": 2000, "thinking": thinking, "stream": True}
+        reply = await scene.client.post("/v1/messages", json=body)
+        events = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: ")]
+        deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+        thought = "".join(d["thinking"] for d in deltas if d["type"] == "thinking_delta")
+        signed = [d["signature"] for d in deltas if d["type"] == "signature_delta"]
+        made = hmac.new(key.encode(), thought.encode(), hashlib.sha256).hexdigest()
+        assert thought.strip() == "hm"
+        assert signed == ([made] if key else [])
 
 
 async def test_a_busy_session_is_overloaded():
