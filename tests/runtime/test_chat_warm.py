@@ -39,8 +39,8 @@ def resent(message):
 class Dialogue:
     """A conversation with tools; `over` is what each turn computed beyond its new messages."""
 
-    def __init__(self, path, folder):
-        self.path, self.folder = path, folder
+    def __init__(self, path, folder, max_tokens):
+        self.path, self.folder, self.max_tokens = path, folder, max_tokens
         self.messages = [{"role": "system", "content": "Use the tools."}]
         self.over: list[int] = []
         self.n_calls = 0
@@ -67,7 +67,7 @@ class Dialogue:
 
     async def _ask(self, model, **options):
         answer = await model.chat(
-            self.messages, tools=TOOLS, temperature=0.7, seed=1, max_tokens=56, **options
+            self.messages, tools=TOOLS, temperature=0.7, seed=1, max_tokens=self.max_tokens, **options
         )
         self.over.append(answer.stats.n_computed - (answer.stats.n_prompt - self._n_history))
         self._n_history = answer.committed_tokens
@@ -80,18 +80,18 @@ class Dialogue:
 
 async def test_turns_with_tools_and_a_restart(smollm2_path, tmp_path):
     """X12: every turn computes its new message and little more, before and after a restart."""
-    await check_turns(smollm2_path, tmp_path, 10)
+    await check_turns(smollm2_path, tmp_path, 10, 40)
 
 
 async def test_turns_with_tools_and_a_restart_on_a_sliding_window(gemma_path, tmp_path):
     """The same where memory has a window, which can be cut nowhere but at what was kept."""
-    await check_turns(gemma_path, tmp_path, 4)
+    await check_turns(gemma_path, tmp_path, 4, 56)
 
 
-async def check_turns(path, folder, n_turns):
+async def check_turns(path, folder, n_turns, max_tokens):
     """Half of the turns, a restart, the others."""
-    dialogue = Dialogue(path, folder)
-    with trio.fail_after(240):
+    dialogue = Dialogue(path, folder, max_tokens)
+    with trio.fail_after(500):
         await dialogue.turns(range(n_turns // 2))
         await dialogue.turns(range(n_turns // 2, n_turns))
     assert dialogue.n_calls >= n_turns // 2
