@@ -93,8 +93,12 @@ class WindowPlaces:
         for _, n_cells in runs:  # cut while the positions are what they were
             if (rest := n_cells % n) and rest not in chunks:
                 chunks[rest] = first_cells(state, self._scratch, rest)
+        accepted = self._context.state_set(self._scratch, state, partial=True) == len(state)
+        self._memory.rm(self._scratch)
+        if not accepted:
+            return  # nor will it be afterwards, and then nothing may be held
         self._note(seq_id, first)
-        all(  # up to the first that is refused: then what it was copied from is too
+        all(
             self._put(seq_id, chunks[min(n, n_cells - at)], start + at)
             for start, n_cells in runs
             for at in range(0, n_cells, n)
