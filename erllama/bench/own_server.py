@@ -116,5 +116,6 @@ def _config(settings: Settings, n_ctx: int, n_seq_max: int) -> str:
     pairs = "".join(f"{name} = {json.dumps(value)}\n" for name, value in context.items())
     return (
         f"keep_alive_s = -1\n[queue]\ndepth = 1000\ntimeout_s = 3600\n"
-        f"[models.{NAME}]\npath = {json.dumps(str(settings.model.resolve()))}\n[models.{NAME}.context]\n{pairs}"
+        f"[models.{NAME}]\npath = {json.dumps(str(settings.model.resolve()))}\n"
+        f"[models.{NAME}.context]\n{pairs}"
     )

@@ -11,8 +11,8 @@ that still run, as far as memory can be cut: with a window or a state, what some
 or not at all; and only under the same salt. A session's next turn takes its pinned resident over, slot and
 all (see `sessions`). When room runs out, residents go first, the longest unused one before others and pins
 last; then the youngest running sequence gives up its slot and waits again: it is saved and leaves a resident
-like everybody else, which goes when the save is done. A sequence whose reader lags for long is parked when somebody waits for its place,
-and queued again when it has been read.
+like everybody else, which goes when the save is done. A sequence whose reader lags for long is parked when
+somebody waits for its place, and queued again when it has been read.
 
 A request with `exact="cold"` waits until nobody runs and runs alone, in an empty memory.
 """

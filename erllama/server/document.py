@@ -64,7 +64,14 @@ NOT_OFFERED: dict[int | str, dict[str, Any]] = {
 # Paths at which a model may be asked for what it cannot do, such as tools without a template for them.
 ASKS_MODEL = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/tokenize"),
-    *("/v1/messages", "/v1/messages/count_tokens", "/api/generate", "/api/chat", "/api/embed", "/api/embeddings"),
+    *(
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/api/generate",
+        "/api/chat",
+        "/api/embed",
+        "/api/embeddings",
+    ),
 )
 # Paths that answer as a stream where that is asked for, and its type.
 STREAMS = {

@@ -128,7 +128,7 @@ class Answer:
                 if type(event) is Token or (
                     event.logprob is not None if isinstance(event, TokenId) else self._is_shown(event)
                 ):
-                    shown.append(event)
+                    shown.append(event)  # noqa: PERF401  # `_is_shown` takes notes
         return shown
 
     def _is_shown(self, event: Event) -> bool:

@@ -230,9 +230,7 @@ def chat_logprobs(model: Model, logprobs: list[TokenLogprob] | None) -> dict[str
     return {"content": content, "refusal": None}
 
 
-def text_logprobs(
-    model: Model, logprobs: list[TokenLogprob] | None, start: int = 0
-) -> dict[str, Any] | None:
+def text_logprobs(model: Model, logprobs: list[TokenLogprob] | None, start: int = 0) -> dict[str, Any] | None:
     """In the older shape of text completions; `start`: characters before them."""
     if logprobs is None:
         return None
