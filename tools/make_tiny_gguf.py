@@ -102,6 +102,8 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
             writer.add_uint32(key, value)
         case float():
             writer.add_float32(key, value)
+        case str():
+            writer.add_string(key, value)
         case list():
             writer.add_array(key, value)
         case _:

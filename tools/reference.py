@@ -68,7 +68,7 @@ MEANINGS: dict[type, dict[str, str]] = {
         "logit_bias": "token id → number added to its logit; `-math.inf` forbids it",
         "logprobs": "report the log-probability of each token and of this many alternatives",
         "cache": '`"on"`; `"read"`: reuse, but keep nothing of this request; `"off"`: neither',
-        "salt": "whose KV this is: requests with different salts share none; empty: shared by all without one",
+        "salt": "whose KV this is: requests with different salts share none; empty: all without one share it",
         "middleware": "`async (call, next) -> result` around this call, inside of the engine's",
         "session_id": "whose turn this is; its sequence is held for the next turn. A second request while "
         "one is in flight raises `StickyBusy`",
@@ -98,7 +98,7 @@ MEANINGS: dict[type, dict[str, str]] = {
         "writer_max_concurrent": "saves written to files at once",
         "evict_save_timeout_s": "seconds an unload waits for what is still to be saved",
         "chat_cache_size": "parsed chat templates that are kept, one a model",
-        "middleware": "`async (call, next) -> result` around every call of every model, the first one outermost",
+        "middleware": "`async (call, next) -> result` around every call of all models, the first outermost",
         "thinking_signing_key": "signs the end of thinking blocks; None: signatures are empty",
     },
 }

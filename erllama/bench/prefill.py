@@ -29,7 +29,7 @@ async def measure(settings: Settings) -> Found:
                 sides = [partial(_ours, own, n)]
                 if settings.programs is not None:
                     sides.append(partial(_theirs, with_kv, n))
-                rates = await take_turns(settings.runs(5 if n < 4000 else 3), *sides)
+                rates = await take_turns(settings.runs(5 if n < 4000 else 2), *sides, warm_up=n < 1000)
                 found.figures.append(
                     against(
                         f"{n} tokens, {type_kv} KV",

@@ -1,7 +1,8 @@
 """What callers wrote in a conversation's inputs: every text of it changed, nothing else.
 
-Messages (content, reasoning, names, ids, calls), tools and the template's variables. What is not changed here
-a template can turn into control tokens, so whatever inputs come to have belongs here.
+Messages (content, reasoning, names, ids, calls), tools, the answer's schema and the template's variables.
+What is not changed here a template can turn into control tokens, so whatever inputs come to have belongs
+here.
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ def changed_inputs(inputs: Mapping[str, Any], change: Change) -> dict[str, Any]:
     made["messages"] = [_message(message, change) for message in inputs["messages"]]
     if "tools" in inputs:
         made["tools"] = [_tool(tool, change) for tool in inputs["tools"]]
+    if "json_schema" in inputs:
+        made["json_schema"] = _schema(inputs["json_schema"], change)
     kwargs = inputs.get("template_kwargs", {})
     made["template_kwargs"] = {key: changed_values(value, change) for key, value in kwargs.items()}
     return made

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .tools import Tools
+if TYPE_CHECKING:
+    from .tools import Tools
 
 
 def with_calls_as_sampled(messages: Sequence[dict[str, Any]], tools: Tools) -> list[dict[str, Any]]:

@@ -148,14 +148,19 @@ class Renderer:
     ) -> tuple[dict[str, Any], str]:
         """What the prompt is made of, and the prompt: it shows tools as their authors wrote them."""
         if tools.shown == tools.enforced:
-            return inputs, applied.prompt
-        shown = {**inputs, "tools": list(tools.shown)}
+            return self._without_schema(inputs), applied.prompt
+        shown = {**self._without_schema(inputs), "tools": list(tools.shown)}
         return shown, self._prompt_of(shown)
 
     def _prompt_of(self, inputs: dict[str, Any]) -> str:
-        """The prompt alone: nothing is converted to a grammar, which no prompt depends on."""
-        alone = {key: value for key, value in inputs.items() if key != "json_schema"}
-        return self._template.native.apply({**alone, "tool_choice": "none"}).prompt
+        """The prompt alone: no schema is converted to a grammar but one that the template shows."""
+        return self._template.native.apply({**inputs, "tool_choice": "none"}).prompt
+
+    def _without_schema(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """What the prompt is made of."""
+        if self._template.renders_schema:
+            return inputs
+        return {key: value for key, value in inputs.items() if key != "json_schema"}
 
     # --- tokens ---
 
@@ -230,23 +235,23 @@ class Renderer:
 
     def _triggers(self, applied: llama.Applied) -> tuple[tuple[str, ...], tuple[int, ...]]:
         patterns: list[str] = []
-        tokens: list[int] = []
+        words: list[str] = []
         for kind, text in applied.triggers:
             if kind == WORD:
-                ids = self._vocabulary.ids(text)
-                if (
-                    len(ids) == 1
-                ):  # no pattern beside it: each is searched for in all of the answer, token by token
-                    tokens.append(ids[0])
-                else:
-                    patterns.append(re.sub(r"([.^$|()*+?\[\]{}\\])", r"\\\1", text))
+                words.append(text)
             elif kind == PATTERN:
                 patterns.append(text)
             elif kind == PATTERN_FULL:
                 patterns.append(f"^(?:{text})$")
             else:
                 raise NotSupported(f"a trigger of kind {kind} begins this template's calls", detail="tools")
-        return tuple(patterns), tuple(tokens)
+        ids = [self._vocabulary.ids(word) for word in words]
+        tokens = tuple(each[0] for each in ids if len(each) == 1)
+        if patterns or len(tokens) < len(words):
+            # Patterns are searched for in all of the answer anyway. Where there are none, the sampler sees
+            # a trigger's text also if it is spelled in other tokens.
+            patterns += [_escaped(word) for word in words]
+        return tuple(patterns), tokens
 
     def _prefill(self, text: str) -> tuple[int, ...]:
         ids = self._vocabulary.ids(text)
@@ -261,6 +266,11 @@ class Renderer:
             if len(ids) == 1 and self._vocabulary.piece(ids[0]) != text.encode():
                 found[ids[0]] = text.encode()
         return found
+
+
+def _escaped(text: str) -> str:
+    """As an ECMAScript pattern."""
+    return re.sub(r"([.^$|()*+?\[\]{}\\])", r"\\\1", text)
 
 
 def _begins_thinking(applied: llama.Applied) -> bool:

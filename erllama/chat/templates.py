@@ -35,7 +35,8 @@ class Template:
     """One model's templates, and the texts that are control tokens of it.
 
     `spared` are control-token texts that templates look for in what the assistant said. `renders_tools`,
-    `renders_calls`: whether tools and calls in the history show in the prompt at all.
+    `renders_calls`, `renders_schema`: whether tools, calls in the history and the answer's schema show in the
+    prompt at all.
     """
 
     native: llama.ChatTemplates
@@ -43,6 +44,7 @@ class Template:
     spared: tuple[str, ...]
     renders_tools: bool
     renders_calls: bool
+    renders_schema: bool
 
     @classmethod
     def of(cls, native: llama.ChatTemplates, special: list[tuple[int, str, bool]]) -> Template:
@@ -62,6 +64,7 @@ class Template:
             tuple(text for text in thinking if text),
             renders_tools=_shows({"messages": [USER], "tools": [TOOL]}, native),
             renders_calls=_shows({"messages": [USER, CALL, RESULT]}, native),
+            renders_schema=_shows({"messages": [USER], "json_schema": {"const": PROBE}}, native),
         )
 
 

@@ -20,6 +20,7 @@ from .schema import canonical_schema
 log = logging.getLogger("erllama.chat")
 
 NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
+_NO_RULE = re.compile(r"[^a-zA-Z0-9-]")  # what the converter makes a "-" in the names of rules
 REMEMBERED = 1024  # schemas of tools: an agent sends the same ones with every request
 Choice = Literal["auto", "none", "required"]
 
@@ -49,19 +50,25 @@ def check_tools(tools: object, tool_choice: object) -> Tools:
     if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence):
         raise InvalidContent("tools are a list of tools")
     shown = tuple(_tool(i, tool) for i, tool in enumerate(tools))
-    seen: set[str] = set()
-    for i, tool in enumerate(shown):
-        name = tool["function"]["name"]
-        if name in seen:
-            raise invalid(i, f"a second tool named {name!r}", "tools")
-        seen.add(name)
-    choice, named = _choice(tool_choice, seen)
+    choice, named = _choice(tool_choice, _distinct_names(shown))
     enforced = tuple(
         _enforced(i, tool, strict=tools[i]["function"].get("strict") is True)
         for i, tool in enumerate(shown)
         if named in (None, tool["function"]["name"])
     )
     return Tools(shown, enforced, choice)
+
+
+def _distinct_names(tools: Sequence[dict[str, Any]]) -> set[str]:
+    seen: dict[str, str] = {}  # by the name of the rule, which is what the grammar tells tools apart by
+    for i, tool in enumerate(tools):
+        name = tool["function"]["name"]
+        rule = _NO_RULE.sub("-", name)
+        if (other := seen.get(rule)) is not None:
+            alike = "" if other == name else f": {other!r} makes the same rule of the grammar"
+            raise invalid(i, f"a second tool named {name!r}{alike}", "tools")
+        seen[rule] = name
+    return set(seen.values())
 
 
 def _choice(given: object, names: set[str]) -> tuple[Choice, str | None]:

@@ -180,6 +180,7 @@ def _add_chat(choices: Any) -> Parser:
     add("-m", "--model", metavar="PATH", help="a GGUF file (default: SmolLM2-135M-Instruct, fetched once)")
     add("-s", "--system", metavar="TEXT", help="the system message")
     add("--chat-template", metavar="FILE", help="a Jinja template instead of the model's own")
+    add("--tools", metavar="FILE", help="tools it may call (JSON, OpenAI's shape); you say what they give")
     add(
         "--reasoning",
         choices=("auto", "off", "inline"),

@@ -76,7 +76,7 @@ class WindowPlaces:
     def hold(self, seq_id: int, state: memoryview, n_places: int) -> None:
         """Hold places with copies of `state`, a partial state, whose positions are overwritten.
 
-        llama.cpp fills cells from where it was last, or from the first that was freed before that. So where the
+        llama.cpp fills cells from where it was last, or from the first freed one before that. So where the
         ring is held all around, those that the state itself will take are held too, at positions that nothing
         else has, and then let go of.
         """

@@ -201,6 +201,11 @@ def _native(lib: Library, vocab: Vocab, params: SamplerParams, bias: dict[int, f
             vocab.n_tokens, chain, grammar, thinking, params.guide.lazy, params.grammar_first
         )
         parts.pop_all()
+        parts.callback(lib.sampling_free, ptr)  # which owns them now
+        if grammar != lib.ffi.NULL and params.guide.lazy and not params.guide.trigger_patterns:
+            vocab.checked(tokens := list(params.guide.trigger_tokens))
+            lib.sampling_watch(ptr, vocab._ptr, tokens, len(tokens))
+        parts.pop_all()
         row.sampler, row.chain = ptr, chain
         return row, biases
 

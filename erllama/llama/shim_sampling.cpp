@@ -2,11 +2,15 @@
 
 #include "shim.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <exception>
+#include <memory>
+#include <string>
 #include <vector>
 
+#include "common.h"
 #include "reasoning-budget.h"
 
 namespace {
@@ -18,6 +22,86 @@ constexpr int32_t NOT_A_NUMBER = -4;
 
 std::atomic<int32_t> n_samplers{0};
 
+// A lazy grammar's triggers that are one token each: a model may also spell their text in several, which
+// llama.cpp, asked for the token, does not see. Searched by pattern it would look at all of the answer each time.
+class spelled_triggers {
+   public:
+    void watch(const struct llama_vocab *vocab_, const llama_token *tokens, int32_t n) {
+        vocab = vocab_;
+        triggers.assign(tokens, tokens + n);
+        for (const llama_token token : triggers) {
+            texts.push_back(common_token_to_piece(vocab, token, true));
+            longest = std::max(longest, texts.back().size());
+        }
+        reset();
+    }
+
+    void reset() {
+        waiting = !triggers.empty();
+        tail.clear();
+    }
+
+    // Tells the grammar of a trigger whose last characters this token brought.
+    void accepted(struct llama_sampler *grammar, llama_token token) {
+        if (!waiting) {
+            return;
+        }
+        if (std::find(triggers.begin(), triggers.end(), token) != triggers.end()) {
+            waiting = false;
+            return;
+        }
+        tail += common_token_to_piece(vocab, token, true);
+        for (size_t i = 0; i < triggers.size() && waiting; ++i) {
+            const size_t at = texts[i].empty() ? std::string::npos : tail.find(texts[i]);
+            if (at != std::string::npos) {
+                begin(grammar, triggers[i], tail.substr(at + texts[i].size()));
+            }
+        }
+        if (tail.size() >= longest) {
+            tail.erase(0, tail.size() - longest + 1);
+        }
+    }
+
+   private:
+    const struct llama_vocab *vocab = nullptr;
+    std::vector<llama_token> triggers;
+    std::vector<std::string> texts;
+    size_t longest = 0;
+    std::string tail;
+    bool waiting = false;
+
+    void begin(struct llama_sampler *grammar, llama_token trigger, const std::string &rest) {
+        const auto tokens = common_tokenize(vocab, rest, false, false);
+        std::string spelled;
+        for (const llama_token token : tokens) {
+            spelled += common_token_to_piece(vocab, token, true);
+        }
+        // A tokenizer that adds to what it is given, or words that are no call: the answer stays free.
+        if (spelled != rest || !takes(grammar, trigger, tokens)) {
+            return;
+        }
+        waiting = false;
+        feed(grammar, trigger, tokens);
+    }
+
+    static void feed(struct llama_sampler *grammar, llama_token trigger, const llama_tokens &rest) {
+        llama_sampler_accept(grammar, trigger);
+        for (const llama_token token : rest) {
+            llama_sampler_accept(grammar, token);
+        }
+    }
+
+    static bool takes(struct llama_sampler *grammar, llama_token trigger, const llama_tokens &rest) {
+        const std::unique_ptr<struct llama_sampler, decltype(&llama_sampler_free)> copy(llama_sampler_clone(grammar), &llama_sampler_free);
+        try {
+            feed(copy.get(), trigger, rest);
+        } catch (const std::exception &) {
+            return false;
+        }
+        return true;
+    }
+};
+
 }  // namespace
 
 struct el_sampler {
@@ -28,6 +112,7 @@ struct el_sampler {
     struct llama_sampler *grammar;   // null without one
     struct llama_sampler *thinking;  // null unless it is watched where a thinking block begins and ends
     std::vector<llama_token_data> candidates;
+    spelled_triggers spelled;
 
     el_sampler(int32_t n_vocab_, struct llama_sampler *chain_, struct llama_sampler *grammar_, struct llama_sampler *thinking_, bool lazy_, bool grammar_first_)
         : n_vocab(n_vocab_), lazy(lazy_), grammar_first(grammar_first_), chain(chain_), grammar(grammar_), thinking(thinking_) {
@@ -114,6 +199,7 @@ struct el_sampler {
         }
         if (to_grammar) {
             llama_sampler_accept(grammar, token);
+            spelled.accepted(grammar, token);
         } else if (grammar != nullptr && !is_thinking()) {
             if (const auto *end = common_reasoning_budget_get_end_match(thinking)) {
                 for (const llama_token end_token : *end) {
@@ -137,6 +223,10 @@ struct llama_sampler *shim_thinking_new(const struct llama_vocab *vocab, const l
 // Owns its parts once it has returned; when it throws, the caller still does.
 struct el_sampler *shim_sampling_new(int32_t n_vocab, struct llama_sampler *chain, struct llama_sampler *grammar, struct llama_sampler *thinking, bool lazy, bool grammar_first) {
     return new el_sampler(n_vocab, chain, grammar, thinking, lazy, grammar_first);
+}
+
+void shim_sampling_watch(struct el_sampler *sampler, const struct llama_vocab *vocab, const llama_token *triggers, int32_t n) {
+    sampler->spelled.watch(vocab, triggers, n);
 }
 
 void shim_sampling_free(struct el_sampler *sampler) {
@@ -199,6 +289,7 @@ void shim_sampling_reset(struct el_sampler *sampler) {
     llama_sampler_reset(sampler->chain);
     if (sampler->grammar != nullptr) {
         llama_sampler_reset(sampler->grammar);
+        sampler->spelled.reset();
     }
     if (sampler->thinking != nullptr) {
         llama_sampler_reset(sampler->thinking);

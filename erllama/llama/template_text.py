@@ -99,5 +99,5 @@ def _check_amounts(code: str) -> None:
         numbers = re.findall(r"\d+", found[1]) if found[1] else [found[2] or found[3] or "0"]
         if any(len(number) > 15 or int(number) > MOST for number in numbers):
             raise InvalidContent(
-                f"the chat template cannot be used: {found[0][:40]!r} repeats something more than {MOST} times"
+                f"the chat template cannot be used: {found[0][:40]!r} repeats more than {MOST} times"
             )

@@ -41,8 +41,12 @@ ENCODERS = frozenset(
 )
 
 
+class Length(int):
+    """How many values an array has, where the array itself is not read."""
+
+
 def read_metadata(path: Path) -> dict[str, Any]:
-    """Keys and values; of an array only its length, as an int. Blocks.
+    """Keys and values; of an array only its `Length`. Blocks.
 
     Raises: `MalformedGguf`, OSError.
     """
@@ -102,7 +106,7 @@ class _Reader:
             return self._skip_array()
         return self._unpack(_layout(kind))[0]
 
-    def _skip_array(self) -> int:
+    def _skip_array(self) -> Length:
         (kind,) = self._unpack("<I")
         n = self._length()
         if kind == STRING:
@@ -111,7 +115,7 @@ class _Reader:
                 self._at += length
         else:
             self._at += n * struct.calcsize(_layout(kind))
-        return n
+        return Length(n)
 
 
 def _layout(kind: int) -> str:

@@ -170,8 +170,8 @@ class Model(ChatCalls, EmbedCalls):
     ) -> Prefilled:
         """Compute a prompt and store it, so that whoever begins like it finds it there; sample nothing.
 
-        Requests with `exact="cold"` find only what was computed so, those with a `salt` only their own. Raises
-        and cancels as `complete`.
+        Requests with `exact="cold"` find only what was computed so, those with a `salt` only their own.
+        Raises and cancels as `complete`.
         """
         own = {"parent_key": parent_key, "session_id": session_id, "on_full": on_full}
         arguments = {"prompt": prompt, "exact": exact, "salt": salt, **own}

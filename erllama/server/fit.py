@@ -17,7 +17,7 @@ def without_oldest(
     """The messages without the oldest exchanges, so that about `n_wanted` of `n_prompt` tokens are left.
 
     System messages stay, wherever they are, and so does the last exchange: what the user asked last and all
-    that came of it. An exchange is a user's message and what follows it, so calls and their results go together.
+    that came of it. An exchange is a user's message and what follows it: calls and their results go together.
     None: nothing can be left out.
     """
     exchanges = _exchanges(messages)

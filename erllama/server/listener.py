@@ -7,14 +7,16 @@ a lock, two turns of trio's scheduler and a scope, which is more than everything
 from __future__ import annotations
 
 import logging
+import math
 import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
-from hypercorn.events import RawData
-from hypercorn.trio.tcp_server import TCPServer
+from hypercorn.config import Config
+from hypercorn.events import Closed, RawData, Updated
+from hypercorn.trio.tcp_server import MAX_RECV, TCPServer
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 from hypercorn.utils import repr_socket_addr
@@ -22,24 +24,61 @@ from hypercorn.utils import repr_socket_addr
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from hypercorn.config import Config
     from hypercorn.events import Event
     from starlette.types import ASGIApp
 
 log = logging.getLogger("erllama.server")
 
 
+class ListenerConfig(Config):
+    """Hypercorn's, and how long the head of a request may take."""
+
+    head_s = 60.0
+
+
 class Connection(TCPServer):
     """One client's connection."""
 
+    config: ListenerConfig
+
+    _is_idle = True  # between requests, or in the head of one
+    _head_ends_at = math.inf
+    _is_over = False
+
     async def protocol_send(self, event: Event) -> None:
         """See Hypercorn. Cancellation: as there, only what does not fit into the socket's buffer waits."""
+        if type(event) is Updated:
+            if self._is_over:
+                return
+            self._is_idle = event.idle
         if type(event) is RawData and event.data and not self.send_lock.locked():
             rest = self._written_at_once(event.data)
             if not rest:
                 return
             event = RawData(rest)
         await super().protocol_send(event)
+
+    async def _read_data(self) -> None:
+        """As Hypercorn's, but whoever begins a request has `head_s` to send its head, however it drips.
+
+        And when it is over nothing waits for it to be idle: Hypercorn's timer would, for half an hour.
+        """
+        data = b"?"
+        while data:
+            data = b""
+            with trio.CancelScope(deadline=self._head_ends_at):
+                try:
+                    data = bytes(await self.stream.receive_some(MAX_RECV))
+                except (trio.ClosedResourceError, trio.BrokenResourceError):
+                    break
+            await self.protocol.handle(RawData(data))  # b"": it has left, or has no more time
+            if not self._is_idle:
+                self._head_ends_at = math.inf
+            elif self._head_ends_at == math.inf:
+                self._head_ends_at = trio.current_time() + self.config.head_s
+        self._is_over = True
+        await self.protocol.handle(Closed())
+        await self.idle_task.stop()
 
     def _written_at_once(self, data: bytes) -> bytes:
         """What the socket did not take. Whatever is wrong with it is found by who waits for it."""
@@ -51,7 +90,7 @@ class Connection(TCPServer):
 
 async def listen(
     app: ASGIApp,
-    config: Config,
+    config: ListenerConfig,
     *,
     stop: Callable[[], Awaitable[None]],
     task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED,

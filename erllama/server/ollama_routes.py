@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import trio
 from fastapi import APIRouter, Request
@@ -15,15 +13,13 @@ from erllama.errors import InvalidOption, NotSupported
 
 from .document import NOT_OFFERED
 from .duration import seconds_of
-from .embedding_models import opens_to_embed
 from .ollama_ask import chat_ask, generate_ask
 from .ollama_body import EmbedBody, GenerateBody, OllamaChatBody, OllamaEmbeddingsBody, ShowBody
 from .ollama_embeddings import ollama_embed, ollama_embeddings
+from .ollama_models import capabilities, listed, running, shown
 from .ollama_reply import OllamaReply
-from .pool import Entry
 from .presence import while_present
 from .record import record_of
-from .registry import Spec
 from .reply import AnswerReply
 from .service import session_of
 
@@ -31,7 +27,6 @@ if TYPE_CHECKING:
     from .service import Service
 
 LATER = ("/api/pull", "/api/push", "/api/create", "/api/copy", "/api/search", "/api/edit")
-NEVER = timedelta(days=100 * 365)  # what clients are shown for "not at all"
 
 
 def ollama_routes(service: Service) -> APIRouter:
@@ -73,24 +68,27 @@ def ollama_routes(service: Service) -> APIRouter:
     @router.get("/api/tags")
     async def tags() -> JSONResponse:
         """Models that can be asked."""
-        models = [await trio.to_thread.run_sync(_listed, spec) for spec in service.pool.resolver.specs()]
+        models = [await trio.to_thread.run_sync(listed, spec) for spec in service.pool.resolver.specs()]
         return JSONResponse({"models": models})
 
     @router.get("/api/ps")
-    async def running() -> JSONResponse:
+    async def ps() -> JSONResponse:
         """Models that are loaded."""
-        return JSONResponse({"models": [_running(e) for e in service.pool.entries() if e.is_loaded]})
+        loaded = [entry for entry in service.pool.entries() if entry.is_loaded]
+        told = [await running(entry) for entry in loaded]
+        return JSONResponse({"models": [each for each in told if each is not None]})
 
     @router.post("/api/show")
     async def show(body: ShowBody) -> JSONResponse:
-        """What is known of a model; more once it is loaded."""
+        """What a model's file says, and the context that a load would use."""
         if not (body.model or body.name):
             raise InvalidOption(
                 "missing parameter: 'model'", reason="missing_option", detail={"key": "model"}
             )
         spec = service.pool.resolver.resolve(body.model or body.name)
-        entry = service.pool.entry_of(spec)
-        return JSONResponse({**_shown(spec, entry), "capabilities": await _capabilities(spec, entry)})
+        made = await trio.to_thread.run_sync(shown, spec)
+        named = await capabilities(spec, service.pool.entry_of(spec), made["template"])
+        return JSONResponse({**made, "capabilities": named})
 
     @router.get("/api/version")
     async def version() -> JSONResponse:
@@ -135,71 +133,3 @@ async def _has_template(service: Service, name: str) -> bool:
                 return False
             raise
     return True
-
-
-def _listed(spec: Spec) -> dict[str, Any]:
-    size, modified = 0, 0.0
-    if spec.file is not None and spec.file.is_file():
-        stat = spec.file.stat()
-        size, modified = stat.st_size, stat.st_mtime
-    return {
-        "name": spec.name,
-        "model": spec.name,
-        "size": size,
-        "modified_at": datetime.fromtimestamp(modified, UTC).isoformat(),
-        "details": {"format": "gguf"},
-    }
-
-
-def _running(entry: Entry) -> dict[str, Any]:
-    assert entry.model is not None, "it is loaded"
-    info, wall = entry.model.info(), datetime.now(UTC)
-    left = entry.expires_at - trio.current_time()
-    return {
-        "name": entry.spec.name,
-        "model": entry.spec.name,
-        "size": info.vram_estimate_bytes,
-        "size_vram": 0 if not entry.spec.table.model_options().n_gpu_layers else info.vram_estimate_bytes,
-        "expires_at": (wall + (NEVER if math.isinf(left) else timedelta(seconds=left))).isoformat(),
-        "context_length": info.n_ctx,
-        "details": _details(entry),
-    }
-
-
-def _details(entry: Entry | None) -> dict[str, Any]:
-    if entry is None or entry.model is None or not entry.is_loaded:
-        return {"format": "gguf"}
-    info = entry.model.info()
-    architecture = str(info.details.get("architecture", ""))
-    return {
-        "format": "gguf",
-        "family": architecture,
-        "families": [architecture] if architecture else [],
-        "quantization_level": info.quant_tag,
-    }
-
-
-async def _capabilities(spec: Spec, entry: Entry | None) -> list[str]:
-    """What a model can be asked for, as far as its file tells while it is not loaded."""
-    if entry is not None and entry.model is not None and entry.is_loaded:
-        info = entry.model.info()
-        generates, embeds = info.generates, info.embeddings is not None
-    else:
-        embeds = await opens_to_embed(spec)
-        generates = not embeds
-    return [name for name, there in (("completion", generates), ("embedding", embeds)) if there]
-
-
-def _shown(spec: Spec, entry: Entry | None) -> dict[str, Any]:
-    details = _details(entry)
-    known: dict[str, Any] = {}
-    if entry is not None and entry.model is not None and entry.is_loaded:
-        known = {"general.architecture": details["family"], "erllama.n_ctx": entry.model.info().n_ctx}
-    n_ctx = spec.n_ctx
-    return {
-        "modelfile": "",
-        "parameters": "" if n_ctx is None else f"num_ctx {n_ctx}",
-        "template": "",
-        "details": details,
-        "model_info": known,
-    }

@@ -7,12 +7,11 @@ import logging
 from typing import TYPE_CHECKING
 
 import trio
-from hypercorn.config import Config
 
 import erllama
 
 from .app import make_app
-from .listener import listen
+from .listener import ListenerConfig, listen
 from .metrics import Metrics
 from .pool import Load, Pool, loader
 from .registry import ConfiguredModels
@@ -74,11 +73,12 @@ async def serve_pool(
         nursery.cancel_scope.cancel()
 
 
-def listener_config(settings: Settings) -> Config:
+def listener_config(settings: Settings) -> ListenerConfig:
     """What Hypercorn is told."""
     listen, limits = settings.listen, settings.limits
     host = f"[{listen.host}]" if ":" in listen.host else listen.host
-    made = Config()
+    made = ListenerConfig()
+    made.head_s = limits.slow_client_s
     made.bind = [f"{host}:{listen.port}"]
     made.accesslog = None  # our own has more
     made.errorlog = logging.getLogger("erllama.hypercorn")

@@ -15,6 +15,20 @@ from erllama.chat.templates import Template
 FOLDER = Path(__file__).resolve().parents[2] / "vendor" / "llama.cpp" / "models" / "templates"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
 
+NO_TOOLS = {
+    "HuggingFaceTB-SmolLM3-3B": "takes tools as variables of its own (xml_tools, python_tools)",
+    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": "knows no tools",
+    "llama-cpp-rwkv-world": "knows no tools",
+    "microsoft-Phi-3.5-mini-instruct": "knows no tools",
+}
+REFUSES_DIALOGUE = {"google-gemma-2-2b-it": "must alternate"}
+NO_CALLS = {
+    "LFM2-8B-A1B": "leaves calls out of histories",
+    "LFM2.5-Instruct": "leaves calls out of histories",
+    "ibm-granite-granite-3.3-2B-Instruct": "leaves calls out of histories",
+    "google-gemma-2-2b-it": "knows no tools",
+    **NO_TOOLS,
+}
 # What ends an answer and is no text of it.
 ENDS = (
     *(

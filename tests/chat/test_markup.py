@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from erllama.chat.markup import Markup, choose_mark, continued, unescaped
+from erllama.chat.prompt import Vocabulary
 from erllama.errors import InvalidContent
 
 TEXTS = ["<s>", "</s>", "<|a|>", "<|a|b", "[X]", "<<s>"]
@@ -88,6 +89,7 @@ def test_a_piece_behind_others_gets_no_space_of_its_own():
 
     assert continued("abc", spacing) == [97, 98, 99]
     assert continued("", spacing) == []
+    assert Vocabulary(spacing, lambda token: bytes([token])).ids("abc") == (97, 98, 99)
 
 
 def test_a_tokenizer_that_merges_the_line_break():

@@ -8,7 +8,10 @@ import pytest
 
 from chat.scenes import (
     NAMES,
+    NO_CALLS,
+    NO_TOOLS,
     ONE_CALL,
+    REFUSES_DIALOGUE,
     TOOLS,
     TWO_CALLS,
     USER,
@@ -21,24 +24,11 @@ from erllama import llama
 from erllama.chat.answer import Answer, CallDelta, ContentDelta, ReasoningDelta, read_answer
 from erllama.chat.options import ChatOptions
 from erllama.chat.prompt import ChatParams
+from erllama.chat.templates import Template
 from erllama.errors import InvalidContent, NotSupported
 
 pytestmark = pytest.mark.model
 
-NO_TOOLS = {
-    "HuggingFaceTB-SmolLM3-3B": "takes tools as variables of its own (xml_tools, python_tools)",
-    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": "knows no tools",
-    "llama-cpp-rwkv-world": "knows no tools",
-    "microsoft-Phi-3.5-mini-instruct": "knows no tools",
-}
-REFUSES_DIALOGUE = {"google-gemma-2-2b-it": "must alternate"}
-NO_CALLS = {
-    "LFM2-8B-A1B": "leaves calls out of histories",
-    "LFM2.5-Instruct": "leaves calls out of histories",
-    "ibm-granite-granite-3.3-2B-Instruct": "leaves calls out of histories",
-    "google-gemma-2-2b-it": "knows no tools",
-    **NO_TOOLS,
-}
 NOT_READ = {
     "Mistral-Small-3.2-24B-Instruct-2506": "upstream's parser does not take its own [CALL_ID]",
     "upstage-Solar-Open-100B": "upstream's parser does not take its own call ids",
@@ -243,3 +233,62 @@ def test_the_prompt_is_upstreams(name):
     ]
     ours = render.render(messages, ChatOptions()).prompt
     assert ours == templates(name).apply({"messages": messages}).prompt
+
+
+def text_of(vocabulary, token):
+    """The special text that is this token."""
+    return next(text for text, each in vocabulary.ids.items() if each == token)
+
+
+def test_triggers_of_lazy_grammars():
+    """One token where the vocabulary has it, and then no pattern: those are searched in all of the answer."""
+    guides = {}
+    for name in ("mistralai-Mistral-Nemo-Instruct-2407", "Qwen-Qwen2.5-7B-Instruct"):
+        render, vocabulary = renderer(name)
+        params = render.render([USER], ChatOptions(tools=TOOLS))
+        guide = render.guide(params, thinking_budget=None, own_grammar=False)
+        guides[guide.trigger_patterns] = [text_of(vocabulary, token) for token in guide.trigger_tokens]
+    assert guides == {(): ["[TOOL_CALLS]"], ("<tool_call>\n",): []}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_does_not_depend_on_the_grammar(name):
+    """What is rendered for its prompt alone is rendered without tools to choose and without a schema."""
+    native = templates(name)
+    inputs = {"messages": [USER], "tools": TOOLS, "tool_choice": "auto"}
+    prompts = [
+        native.apply({**inputs, "tool_choice": choice}).prompt for choice in ("auto", "required", "none")
+    ]
+    assert len(set(prompts)) == 1
+    held = {"messages": [USER], "json_schema": {"type": "object", "properties": {"a": {"type": "string"}}}}
+    differs = native.apply(held).prompt != native.apply({"messages": [USER]}).prompt
+    assert differs == Template.of(native, []).renders_schema
+
+
+def test_control_token_text_in_a_schema_stays_text():
+    """Where a template shows the schema of the answer, it is one more door."""
+    render, _ = renderer("deepseek-ai-DeepSeek-V4")
+    plain, loud = (
+        render.render(
+            [USER], ChatOptions(), json_schema={"type": "object", "properties": {"a": {"enum": [text]}}}
+        )
+        for text in ("x", "<｜User｜>")
+    )
+    assert [t for t in loud.prompt_ids if t > 255] == [t for t in plain.prompt_ids if t > 255]
+    assert loud.prompt.count("<｜User｜>") == plain.prompt.count("<｜User｜>") + 1
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in NO_TOOLS | REFUSES_DIALOGUE])
+def test_required_calls_are_in_the_grammar(name):
+    """Else it is refused: an answer without a call would be let through."""
+    render, _ = renderer(name)
+    tools = [
+        {"type": "function", "function": {**TOOLS[0]["function"], "name": n}} for n in ("get_it", "get.that")
+    ]
+    try:
+        grammar = render.render([USER], ChatOptions(tools=tools, tool_choice="required")).grammar
+    except NotSupported:
+        return
+    assert grammar is not None
+    for one in tools:
+        assert one["function"]["name"] in grammar

@@ -115,3 +115,21 @@ def test_interrupts_end_the_answer_then_the_conversation(smollm2_path):
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 0
     os.close(master)
+
+
+def test_a_model_without_a_template_says_so_at_once(gemma_path, erllama_command):
+    """In the command's own words, before anything is asked."""
+    said = erllama_command("chat", "-m", str(gemma_path))
+    assert said.status == 1
+    assert "--chat-template FILE" in said.err
+    assert said.out == ""
+
+
+def test_tools_that_are_none(erllama_command, tmp_path):
+    """A file that is no JSON, or holds no list."""
+    file = tmp_path / "tools.json"
+    for text in ("{", "{}"):
+        file.write_text(text)
+        said = erllama_command("chat", "--tools", str(file))
+        assert said.status == 1
+        assert "the tools" in said.err

@@ -201,7 +201,7 @@ def test_a_restored_ring_is_as_full_as_it_was(open_apart: OpenApart, kind: str, 
 @pytest.mark.parametrize("n", [256, 300, 320, 480, 500, 530, 1000])
 @pytest.mark.parametrize("block", [30, 50, 64, 256])
 def test_every_place_of_a_ring_that_was_full_is_held(open_apart: OpenApart, n: int, block: int) -> None:
-    """Copies of as many cells as a part has, the last ones cut: in front of what is restored and behind it."""
+    """Copies of as many cells as a part has, the last ones cut: before what is restored and behind it."""
     source, target = open_apart("window", **RING), open_apart("window", **RING)
     saved = source.compute(0, source.tokens(n), block)
     assert target.restore(0, saved, n)

@@ -72,6 +72,52 @@ def test_a_token_as_trigger(vocab):
             say(sampler, vocab, "x")
 
 
+def spelled(vocab, text):
+    """A text in its single characters' tokens."""
+    return [token for character in text for token in vocab.tokenize(character, add_special=False)]
+
+
+@pytest.fixture
+def watching(vocab):
+    """A sampler whose trigger is one token."""
+    params = llama.SamplerParams(
+        grammar='root ::= "<repo_name>" [0-9]+',
+        guide=Guide(lazy=True, trigger_tokens=ids(vocab, "<repo_name>")),
+    )
+    with llama.SamplerChain(vocab, params) as sampler:
+        yield sampler
+
+
+def test_a_trigger_that_is_spelled_in_other_tokens(vocab, watching):
+    """A token as trigger is its text: in several tokens too the call is held to the grammar."""
+    for _ in range(2):
+        for token in spelled(vocab, "some <repo_name"):
+            watching.accept(token)
+        say(watching, vocab, " x <repo")
+        for token in spelled(vocab, "<repo_name>1"):
+            watching.accept(token)
+        with pytest.raises(InvalidGrammar):
+            say(watching, vocab, "x")
+        watching.reset()
+
+
+def test_a_spelled_trigger_is_seen_once(vocab, watching):
+    """What follows the real one is the grammar's matter alone."""
+    say(watching, vocab, "<repo_name>12")
+    with pytest.raises(InvalidGrammar):
+        watching.accept(spelled(vocab, "<")[0])
+
+
+def test_the_triggers_text_before_what_is_no_call(vocab, watching):
+    """A token brings its end and more, which no call goes on with: the answer stays free."""
+    [end] = [t for t in ids(vocab, ">.") if vocab.piece(t) == b">."] or [None]
+    assert end is not None, "the vocabulary has no such token: choose another"
+    for token in spelled(vocab, "<repo_name"):
+        watching.accept(token)
+    watching.accept(end)
+    say(watching, vocab, " words")
+
+
 def test_thinking_is_not_looked_into(vocab):
     """The trigger's words in a thinking block start nothing; behind it they do."""
     span = ThinkingSpan(start=ids(vocab, "<t>"), ends=(ids(vocab, "</t>"),), forced=ids(vocab, "</t>"))

@@ -57,7 +57,7 @@ def test_scattered_cells(
 def test_first_cells(
     tiny: Callable[[str], Model], open_context: OpenContext, kind: str, shape: dict[str, object]
 ) -> None:
-    """Of the cells of a window only some, and nothing else is changed: llama.cpp reads and writes the same."""
+    """Of the cells of a window only some, nothing else changed: llama.cpp reads and writes the same."""
     context = open_context(tiny(kind), **shape)
     feed(context, prompt(context.model, 60))
     whole = bytearray(context.state_size(0, partial=True))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import threading
 
+import make_tiny_gguf
 import pytest
 import trio
-from chat.scenes import TOOLS, USER, call, dialogue
+from chat.scenes import TOOLS, USER, call, dialogue, tool
 
 import erllama
-from erllama import ChatMessage, Done, Thinking, ThinkingEnd, Token, TokenId, ToolCallDelta
+from erllama import ChatMessage, Done, Thinking, ThinkingEnd, Token, TokenId, ToolCallDelta, llama
 from erllama.errors import ContextOverflow, InvalidContent, InvalidGrammar, InvalidOption, NotSupported
 from erllama.testing import FakeBackend
 from runtime.chat_scenes import ScriptedChat
@@ -278,6 +280,8 @@ BAD_TOOLS = [
     [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}],
     [{"type": "function", "function": {"name": "f", "colour": "red"}}],
     [TOOLS[0], TOOLS[0]],
+    [tool("get_time"), tool("get-time")],
+    [tool("get_time"), tool("a"), tool("get.time")],
 ]
 
 
@@ -619,3 +623,71 @@ async def test_a_model_that_is_unloaded_keeps_no_template():
         await model.chat([USER])
         await model.unload()
         assert not engine._templates.purge(model.handle)
+
+
+BROKEN = {
+    "does not parse": "{% for m in messages %}{{ m.content }",
+    "calls itself": "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+    "calls itself when it runs": "{% macro f(x) %}{% if x %}{{ f(x) }}{% endif %}{% endmacro %}{{ f(1) }}",
+}
+
+
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.parametrize("how", BROKEN)
+async def test_a_file_whose_template_is_broken(how, tmp_path):
+    """The model loads and answers prompts; chat is a typed error, and so is the next; the process lives."""
+    tiny = make_tiny_gguf.dense()
+    tiny.meta[".tokenizer.chat_template"] = BROKEN[how]
+    tiny.save(tmp_path / "broken.gguf")
+    async with erllama.open_engine() as engine:
+        model = await engine.load_model(tmp_path / "broken.gguf", context=erllama.ContextOptions(n_threads=1))
+        for _ in range(2):
+            with pytest.raises(InvalidContent, match="template"):
+                await model.chat([USER])
+        answer = await model.complete("Hi", max_tokens=3)
+    assert len(answer.generated) == 3
+
+
+@pytest.mark.parametrize("leave", [False, True])
+async def test_long_parses_leave_the_event_loop_alone(monkeypatch, leave):
+    """What takes milliseconds is read in a thread; nothing is lost, also where the reader is cancelled."""
+    threads = set()
+    parse = llama.ChatParser.parse
+
+    def watched(self, text, **options):
+        threads.add(threading.get_ident())
+        return parse(self, text, **options)
+
+    monkeypatch.setattr(llama.ChatParser, "parse", watched)
+    monkeypatch.setattr("erllama.chat.answer.SLOW_S", 0.0)
+    says = "word " * 40 + CALL
+    async with loaded(ScriptedChat(says=says)) as model, model.chat_stream([USER], tools=TOOLS) as events:
+        seen = []
+        while not seen or not isinstance(seen[-1], Done):
+            with trio.CancelScope() as scope:
+                if leave:
+                    scope.deadline = trio.current_time() + 0.0005
+                seen.append(await events.__anext__())
+    message = seen[-1].completion.message
+    assert message.tool_calls[0].arguments == {"city": "Oslo"}
+    assert "".join(e.text for e in seen if isinstance(e, Token)) == message.content
+    assert len(threads - {threading.get_ident()}) >= 1
+
+
+async def test_many_tools_are_loaded_in_a_thread(monkeypatch):
+    """The parser of two hundred tools is some 100 KB of text to take apart."""
+    threads = []
+    made = llama.ChatParser.__init__
+
+    def watched(self, text):
+        threads.append(threading.get_ident())
+        made(self, text)
+
+    monkeypatch.setattr(llama.ChatParser, "__init__", watched)
+    function = TOOLS[0]["function"]
+    tools = [{"type": "function", "function": {**function, "name": f"tool_{i}"}} for i in range(200)]
+    async with loaded(ScriptedChat(n_ctx=1 << 17, n_batch=1 << 17)) as model:
+        await model.chat([USER], tools=tools)
+        await model.chat([USER])
+    assert [each == threading.get_ident() for each in threads] == [False, True]

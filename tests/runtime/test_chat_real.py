@@ -151,16 +151,27 @@ async def test_a_schema_goes_on_from_a_prefilled_answer(smollm2_path):
 
 
 async def test_a_grammar_holds_from_first_to_last(smollm2_path):
-    """G26: a digit and nothing else, in 20 seeds, raw and in chats."""
+    """G26: a digit object and nothing else in 20 seeds, however it is asked for, behind tool syntax."""
 
     async def work(model):
-        grammar = 'root ::= "{" [0-9] "}"'
-        for seed in range(10):
-            raw = await model.complete("Say", grammar=grammar, seed=seed, temperature=1.5)
-            chat = await model.chat([USER], grammar=grammar, seed=seed, temperature=1.5)
-            for answer in (raw, chat):
-                assert answer.reply[0] + answer.reply[-1] == "{}"
-                assert answer.reply[1:-1].isdigit()
+        limits = {"grammar": 'root ::= "{\\"digit\\": " [0-9] "}"', "temperature": 1.5}
+        prompt = 'Say <tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><tool_call>'
+
+        async def one(seed):
+            limited = {**limits, "seed": seed}
+            raw = await model.complete(prompt, session_id=seed, **limited)
+            more = await model.continue_(" And <tool_call>", session_id=seed, **limited)
+            await model.end_session(seed)
+            chat = await model.chat([{"role": "user", "content": prompt}], **limited)
+            async with model.stream(prompt, **limited) as events:
+                text = "".join([event.text async for event in events if isinstance(event, Token)])
+            for reply in (raw.reply, more.reply, chat.reply, text):
+                assert list(json.loads(reply)) == ["digit"], reply
+
+        for seed in range(0, 20, 4):
+            async with trio.open_nursery() as nursery:
+                for each in range(seed, seed + 4):
+                    nursery.start_soon(one, each)
 
     await with_model(smollm2_path, work)
 

@@ -36,52 +36,66 @@ def resent(message):
     return plain
 
 
-async def test_turns_with_tools_and_a_restart(smollm2_path, tmp_path):
-    """X12: every turn computes its new message and little more, before and after a restart."""
-    template = (FOLDER / "meta-llama-Llama-3.2-3B-Instruct.jinja").read_text()
-    messages = [{"role": "system", "content": "Use the tools."}]
-    over: list[int] = []  # what was computed beyond what the history did not hold
-    n_history = 0
+class Dialogue:
+    """A conversation with tools; `over` is what each turn computed beyond its new messages."""
 
-    async def ask(model, **options):
-        nonlocal n_history
-        answer = await model.chat(messages, tools=TOOLS, temperature=0.7, seed=1, max_tokens=48, **options)
-        over.append(answer.stats.n_computed - (answer.stats.n_prompt - n_history))
-        n_history = answer.committed_tokens
-        messages.append(resent(answer.message))
-        results = [
-            {"role": "tool", "tool_call_id": c.id, "content": "Fine."} for c in answer.message.tool_calls
-        ]
-        messages.extend(results)
-        return bool(results)
+    def __init__(self, path, folder):
+        self.path, self.folder = path, folder
+        self.messages = [{"role": "system", "content": "Use the tools."}]
+        self.over: list[int] = []
+        self.n_calls = 0
+        self._n_history = 0
 
-    async def turns(numbers):
-        async with erllama.open_engine(
-            tiers=[erllama.DiskTier("kv", str(tmp_path / "kv"), 1 << 30)]
-        ) as engine:
+    async def turns(self, numbers):
+        """Ask these questions in an engine of their own, whose files are those of the others."""
+        tiers = [erllama.DiskTier("kv", str(self.folder / "kv"), 1 << 30)]
+        async with erllama.open_engine(tiers=tiers) as engine:
             model = await engine.load_model(
-                smollm2_path,
+                self.path,
                 context=erllama.ContextOptions(n_ctx=4096, n_threads=1),
                 policy=erllama.SavePolicy(min_tokens=64, cold_min_tokens=64),
                 tier="kv",
-                chat_template=template,
+                chat_template=(FOLDER / "meta-llama-Llama-3.2-3B-Instruct.jinja").read_text(),
             )
             brace = model.tokenize("{", add_special=False)[0]
             for number in numbers:
-                messages.append({"role": "user", "content": f"Question {number}: how are things in Oslo?"})
-                called = await ask(
+                self.messages.append({"role": "user", "content": f"Question {number}: how is Oslo?"})
+                if await self._ask(
                     model, tool_choice="required", parallel_tool_calls=False, logit_bias={brace: 14.0}
-                )
-                if called:
-                    await ask(model, tool_choice="none")
+                ):
+                    await self._ask(model, tool_choice="none")
 
-    with trio.fail_after(120):
-        await turns(range(2))
-        n_before = len(over)
-        await turns(range(2, 4))
-    assert sum(bool(message.get("tool_calls")) for message in messages) >= 2
-    assert over.pop(n_before) < 256  # after a restart: from the last whole block on
-    assert max(over[1:]) <= SLACK, over
+    async def _ask(self, model, **options):
+        answer = await model.chat(
+            self.messages, tools=TOOLS, temperature=0.7, seed=1, max_tokens=56, **options
+        )
+        self.over.append(answer.stats.n_computed - (answer.stats.n_prompt - self._n_history))
+        self._n_history = answer.committed_tokens
+        calls = answer.message.tool_calls
+        results = [{"role": "tool", "tool_call_id": c.id, "content": "Fine."} for c in calls]
+        self.messages += [resent(answer.message), *results]
+        self.n_calls += len(calls)
+        return bool(calls)
+
+
+async def test_turns_with_tools_and_a_restart(smollm2_path, tmp_path):
+    """X12: every turn computes its new message and little more, before and after a restart."""
+    await check_turns(smollm2_path, tmp_path, 10)
+
+
+async def test_turns_with_tools_and_a_restart_on_a_sliding_window(gemma_path, tmp_path):
+    """The same where memory has a window, which can be cut nowhere but at what was kept."""
+    await check_turns(gemma_path, tmp_path, 4)
+
+
+async def check_turns(path, folder, n_turns):
+    """Half of the turns, a restart, the others."""
+    dialogue = Dialogue(path, folder)
+    with trio.fail_after(240):
+        await dialogue.turns(range(n_turns // 2))
+        await dialogue.turns(range(n_turns // 2, n_turns))
+    assert dialogue.n_calls >= n_turns // 2
+    assert max(dialogue.over[1:]) <= SLACK, dialogue.over
 
 
 async def test_answers_are_found_in_the_tokens_that_were_sampled(smollm2_path):

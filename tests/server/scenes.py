@@ -64,9 +64,16 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def serving(
-    make: Callable[[], FakeBackend] = ScriptedChat, names: tuple[str, ...] = ("fake",), **settings: Any
+    make: Callable[[], FakeBackend] = ScriptedChat,
+    names: tuple[str, ...] = ("fake",),
+    *,
+    within_s: float = 30,
+    **settings: Any,
 ) -> AsyncIterator[Scene]:
-    """A server whose models are made by `make`, one for each name; its settings as in the file."""
+    """A server whose models are made by `make`, one for each name; its settings as in the file.
+
+    The block has `within_s`.
+    """
     tables = settings.pop("models", {})
     values = {
         "listen": {"port": 0},
@@ -96,7 +103,7 @@ async def serving(
         (url,) = await nursery.start(partial(listen, app, config, stop=trio.sleep_forever))
         async with httpx.AsyncClient(base_url=url, timeout=20) as client:
             scene = Scene(service, client, {}, url)
-            with trio.fail_after(30):
+            with trio.fail_after(within_s):
                 yield scene
         nursery.cancel_scope.cancel()
 

@@ -1,4 +1,4 @@
-"""A second kind of client: LangChain, over the official openai package, against a real and a scripted server."""
+"""A second kind of client: LangChain, against a real and a scripted server."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_structured_output_is_an_object(real_server):
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_tools_are_called_and_their_results_taken(streamed):
-    """Two calls arrive with ids and arguments, whole and streamed; the results go back, and more is reused."""
+    """Two calls arrive with ids and arguments; the results go back, and more is reused."""
     async with serving(partial(ScriptedChat, says=TWO_CALLS)) as scene:
         client = langchain(scene.url, "fake", max_completion_tokens=400).bind_tools([get_weather])
         messages = [("system", "Use the tools. " * 20), ("human", "How is the weather in Paris and Rome?")]

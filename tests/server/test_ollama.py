@@ -198,3 +198,69 @@ def test_other_texts_are_no_lengths_of_time(given):
     """A typed refusal."""
     with pytest.raises(InvalidOption):
         seconds_of(given)
+
+
+@pytest.mark.model
+def test_a_model_is_shown_by_its_file(client):
+    """Details, template, parameters and metadata, whether it is loaded or not; lists are null."""
+    shown = client.show("smol")
+    assert shown.details.family == "llama"
+    assert shown.details.quantization_level == "Q4_1"
+    assert "<|im_start|>" in shown.template
+    assert "num_ctx 2048" in shown.parameters
+    assert shown.modelinfo["llama.block_count"] == 30
+    assert shown.modelinfo["tokenizer.ggml.tokens"] is None
+    assert shown.capabilities == ["completion"]
+    assert client.list().models[0].details.quantization_level == "Q4_1"
+
+
+async def test_what_a_template_has_words_for_is_a_capability(tmp_path):
+    """Tools and thinking, also of a template that the settings name; what is no GGUF file tells nothing."""
+    from chat.scenes import FOLDER
+
+    template = tmp_path / "chat.jinja"
+    template.write_text((FOLDER / "Qwen-Qwen3-0.6B.jinja").read_text())
+    async with serving(models={"fake": {"chat_template_file": str(template)}}) as scene:
+        shown = (await scene.client.post("/api/show", json={"model": "fake"})).json()
+        assert shown["capabilities"] == ["completion", "tools", "thinking"]
+        assert shown["details"]["family"] == ""
+        assert shown["model_info"] == {}
+        template.unlink()
+        missing = (await scene.client.post("/api/show", json={"model": "fake"})).json()
+        assert missing["capabilities"] == ["completion"]
+
+
+async def test_calls_are_streamed_as_soon_as_they_are_whole():
+    """Each whole in a line of its own, the first before the end; never one that was cut."""
+    second = CALL.replace("Paris", "Rome")
+    async with serving(partial(ScriptedChat, says=f"{CALL}\n{second}")) as scene:
+        body = {"model": "fake", "messages": HELLO, "tools": TOOLS}
+        reply = await scene.client.post("/api/chat", json=body)
+        lines = [json.loads(line) for line in reply.text.splitlines()]
+        calls = [line["message"]["tool_calls"] for line in lines if "tool_calls" in line["message"]]
+        assert [[c["function"]["arguments"] for c in told] for told in calls] == [
+            [{"city": "Paris"}],
+            [{"city": "Rome"}],
+        ]
+        assert len({told[0]["id"] for told in calls}) == 2
+        cut = await scene.client.post("/api/chat", json={**body, "options": {"num_predict": len(CALL) - 20}})
+        assert "tool_calls" not in cut.text
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_the_official_client_gets_calls_and_thinking(streamed):
+    """Whole and streamed, and sends a result back."""
+    says = f"<think>\nhm\n</think>\n\n{CALL}"
+    async with serving(partial(ScriptedChat, says=says)) as scene:
+        client = ollama.AsyncClient(host=scene.url)
+        reply = await client.chat(model="fake", messages=HELLO, tools=TOOLS, think=True, stream=streamed)
+        parts = [part async for part in reply] if streamed else [reply]
+        [call] = [call for part in parts for call in part.message.tool_calls or ()]
+        assert (call.function.name, call.function.arguments) == ("get_weather", {"city": "Paris"})
+        assert "".join(part.message.thinking or "" for part in parts).strip() == "hm"
+        assert parts[-1].done
+        asked = {"role": "assistant", "tool_calls": [call.model_dump()]}
+        result = {"role": "tool", "tool_name": "get_weather", "content": "sun"}
+        again = await client.chat(model="fake", messages=[*HELLO, asked, result], tools=TOOLS)
+        assert again.prompt_eval_count > parts[-1].prompt_eval_count
+        await client._client.aclose()

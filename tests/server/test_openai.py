@@ -83,6 +83,10 @@ def test_log_probabilities_belong_to_the_text(client):
     chunks = list(chat(client, **options, stream=True))
     streamed = [t for c in chunks if c.choices[0].logprobs for t in c.choices[0].logprobs.content]
     assert [t.token for t in streamed] == [t.token for t in told]
+    pieces = [c.choices[0] for c in chunks if c.choices[0].delta.content]
+    assert all(
+        piece.logprobs.content[-1].token in piece.delta.content for piece in pieces
+    )  # its own, with it
 
 
 def test_a_schema_holds_the_answer(client):
@@ -106,6 +110,9 @@ def test_text_completions_continue_the_prompt(client):
     assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
     logprobs = client.completions.create(**options, logprobs=2).choices[0].logprobs
     assert len(logprobs.tokens) == len(logprobs.text_offset) == 6
+    pieces = list(client.completions.create(**options, logprobs=2, stream=True))
+    offsets = [n for p in pieces if p.choices[0].logprobs for n in p.choices[0].logprobs.text_offset]
+    assert offsets == logprobs.text_offset
 
 
 def test_responses_go_on_from_each_other(client):

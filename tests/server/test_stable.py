@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from erllama.server.stable import stable_messages
+from server.scenes import serving
 
 USER = {"role": "user", "content": "Hello"}
 
@@ -92,3 +95,31 @@ def test_only_the_head_is_changed():
         USER,
     ]
     assert stable_messages(late) == (late, ())
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat"])
+async def test_requests_that_differ_in_such_lines_share_the_prefix(path):
+    """On every surface; another text that differs is named in the reply."""
+    async with serving() as scene:
+
+        async def ask(line):
+            head = "You are an agent. " * 10 + f"\n{line}\n" + "Be short. " * 20
+            body = {"model": "fake", "max_tokens": 5, "stream": False}
+            if path == "/v1/messages":
+                body |= {"system": head, "messages": [USER]}
+            else:
+                body |= {"messages": [system(head), USER]}
+            reply = await scene.client.post(path, json=body)
+            return reply.headers["x-erllama-cache"], reply.headers.get("x-erllama-prompt-changes")
+
+        await ask("Current date and time: Monday, March 9, 2026 at 06:00:31 PM PDT")
+        told, changes = await ask("Current date and time: Monday, March 9, 2026 at 06:07:59 PM PDT")
+        assert changes == "any clock moved"
+        assert int(re.search(r"cached=(\d+)", told)[1]) > 380
+        await ask("Session: blue")
+        told, changes = await ask("Session: green")
+        assert changes is None
+        assert int(re.search(r"cached=(\d+)", told)[1]) < 380
+        assert "reason=differs_at" in told
+        assert "ession: blue" in told
+        assert "ession: green" in told
