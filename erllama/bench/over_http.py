@@ -104,7 +104,7 @@ class _Run:
 
 
 async def _waiting(settings: Settings, found: Found) -> None:
-    n_streams, n_out = settings.pick((200, 384), (20, 48))
+    n_streams, n_out = settings.pick((200, 640), (20, 256))
     settings.say(f"{n_streams} streams that wait")
     n_ctx = 256 + n_out + 64
     async with AsyncExitStack() as stack:
@@ -122,8 +122,9 @@ async def _waiting(settings: Settings, found: Found) -> None:
     rates = [[run.rate for run in side] for side in (beside, alone)]
     cpus = [[run.cpu_ms for run in side] for side in (beside, alone)]
     found.figures.append(against(name, "tokens/s", rates[0], rates[1], "alone", IDLE_BAR))
-    cpu_name = f"{name}: CPU of the server, a token"
-    found.figures.append(against(cpu_name, "ms", cpus[0], cpus[1], "alone", CPU_BAR))
+    found.figures.append(
+        against(f"{name}: CPU of the server, a token", "ms", cpus[0], cpus[1], "alone", CPU_BAR)
+    )
 
 
 async def _active(own: Own, server: OwnServer, n_streams: int, n_out: int, run: int) -> _Run:
@@ -152,8 +153,8 @@ OVER_HTTP = Workload(
     id="P13",
     title="the same over HTTP",
     compared=(
-        "P1 and P6 through /v1/completions of `erllama serve`, a process of its own, with the same token ids "
-        "as the Python API in this process; on P6 beside llama-server too"
+        "P1 and P6 through /v1/completions of `erllama serve`, a process of its own, with the token ids of "
+        "the Python API in this process; on P6 beside llama-server too"
     ),
     measure=measure,
 )

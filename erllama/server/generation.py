@@ -123,13 +123,12 @@ class Answer:
                 self._due = math.inf
             assert events, "an answer ends with its completion or an error"
             self._has_begun = True
-            # Most events are of these two kinds, so they are told apart without a call.
-            shown += [
-                event
-                for event in events
-                if type(event) is Token
-                or (event.logprob is not None if isinstance(event, TokenId) else self._is_shown(event))
-            ]
+            for event in events:
+                # Most events are of these two kinds, so they are told apart without a call.
+                if type(event) is Token or (
+                    event.logprob is not None if isinstance(event, TokenId) else self._is_shown(event)
+                ):
+                    shown.append(event)  # noqa: PERF401  # `_is_shown` takes notes
         return shown
 
     def _is_shown(self, event: Event) -> bool:
