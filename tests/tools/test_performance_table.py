@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from performance_table import BEGIN, END, PAGE, replaced, table
 
 from erllama.bench.figure import Bar, Outcome, against, single
 from erllama.bench.report import as_json
 from erllama.bench.settings import Settings
-from tools.performance_table import BEGIN, END, PAGE, replaced, table
 
 
 def a_run():
