@@ -1,4 +1,4 @@
-"""`python -m erllama.bench.arithmetic_server --host H --port P`: the server over the model of `arithmetic`."""
+"""`python -m erllama.bench.arithmetic_server --host H --port P`: a server of the model in `arithmetic`."""
 
 from __future__ import annotations
 

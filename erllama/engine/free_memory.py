@@ -19,7 +19,7 @@ class FreeMemory:
 
 
 def free_memory() -> FreeMemory:
-    """A look at the machine. Raises: `NativeLibraryError`. Thread: a worker; the first call loads native code.
+    """A look at the machine. Raises: `NativeLibraryError`. Thread: a worker; the first call loads a library.
 
     Pages of the model files that this process has mapped count as available for the kernel, which may drop
     them; models that are loaded need them, so they are taken off.

@@ -104,7 +104,7 @@ class _Reader:
         self._at += n
         return self._data[self._at - n : self._at].decode("utf-8", "replace")
 
-    def _value(self, is_whole: bool) -> Any:  # noqa: FBT001
+    def _value(self, is_whole: bool) -> Any:
         (kind,) = self._unpack("<I")
         if kind == STRING:
             return self._string()

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from erllama import Completion, Event, Model
     from erllama.engine.request import EventStream
-
     from erllama.middleware import Middleware
 
     from .metrics import Metrics, Op

@@ -1,4 +1,4 @@
-"""What loading a model takes, estimated from its file, and whether there is room for it. Pure, but `need_of`."""
+"""What loading a model takes, estimated from its file, and whether there is room for it."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .settings import ModelTable
 
 F16_BYTES = 2
+GIB = 1 << 30
 HEADS_KV = "attention.head_count_kv"
 SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 
@@ -95,7 +96,7 @@ def check_room(need: Need, free: FreeMemory, *, taken_bytes: int, margin_bytes: 
     if need.total_bytes <= room:
         return
     raise ModelWouldOom(
-        f"the model needs about {need.total_bytes / 2**30:.1f} GiB (weights {need.weights_bytes / 2**30:.1f}, "
-        f"KV {need.kv_bytes / 2**30:.1f}) and there are {max(0, room) / 2**30:.1f} GiB for it",
+        f"the model needs about {need.total_bytes / GIB:.1f} GiB (weights {need.weights_bytes / GIB:.1f}, "
+        f"KV {need.kv_bytes / GIB:.1f}) and there are {max(0, room) / GIB:.1f} GiB for it",
         detail={"weights_bytes": need.weights_bytes, "kv_bytes": need.kv_bytes, "available_bytes": room},
     )

@@ -127,9 +127,10 @@ class Settings(_Table):
     """Everything a server is told.
 
     `keep_alive_s`: how long a model without requests stays loaded; below 0, for ever. `memory_aware_loading`:
-    where a model would not fit, idle ones make room; `model_load_memory_margin` bytes stay free. `session_busy`: what a second request of a session gets
-    while the first one runs: a refusal, or to run without the session. `fit_history`: a chat that is too long
-    loses its oldest turns. `stable_prompts`: changing lines at the head of prompts are moved.
+    where a model would not fit, idle ones make room; `model_load_memory_margin` bytes stay free.
+    `session_busy`: what a second request of a session gets while the first one runs: a refusal, or to run
+    without the session. `fit_history`: a chat that is too long loses its oldest turns. `stable_prompts`:
+    changing lines at the head of prompts are moved.
     """
 
     listen: ListenTable = ListenTable()
