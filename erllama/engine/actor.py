@@ -203,6 +203,10 @@ class Actor:
         self.wake()
         return ended
 
+    def holds(self, session_id: Hashable) -> bool:
+        """Whether the session has a sequence to go on from."""
+        return self._lanes.pin(session_id) is not None
+
     def history(self, session_id: Hashable, expected: list[int] | None, salt: bytes = b"") -> list[int]:
         """What a continuation of the session goes on from.
 
