@@ -51,6 +51,11 @@ class Buffer:
         """What the buffer takes from the budget."""
         return 0 if self._memory is None else len(self._memory)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether it has more than one user."""
+        return self._n_users > 1
+
     def retain(self) -> None:
         """One more user; each calls `release` once."""
         assert self._n_users > 0, "a released buffer cannot be retained"

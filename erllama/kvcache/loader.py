@@ -153,8 +153,10 @@ class Loader:
             if part not in catalog.ram and (flight.n_waiting or self._is_worth_keeping(ref, buffer)):
                 catalog.keep_copy(part, copy)
                 kept = True
-                self._room.fit()
-            return self._verified(ref, copy, same)
+            verified = self._verified(ref, copy, same)  # only now: what nobody looks at may be pushed out
+            if kept and not self._room.fit() and part in catalog.ram:
+                catalog.drop_copy(part)
+            return verified
         finally:
             if not kept:
                 buffer.release()

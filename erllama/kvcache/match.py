@@ -86,7 +86,8 @@ class Lease:
     """Holds a match's nodes where they are while they are read. A context manager; sync.
 
     `nodes` are the match's nodes that are still there, the partial one last if it is (`partial` is True
-    then). Nothing of them is evicted until the lease ends or the node is released.
+    then). None of their parts is evicted until the lease ends or the node is released; a copy in RAM of what
+    a file tier holds may be, while nobody looks at it, and is read again.
     """
 
     def __init__(self, catalog: Catalog, loader: Loader, match: Match) -> None:
