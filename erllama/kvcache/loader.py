@@ -88,14 +88,19 @@ class Loader:
                 await self._make_ready(size, n)
 
     async def _make_ready(self, size: int, n: int) -> None:
-        """More idle buffers that were used before, if the budget has room for them."""
-        with contextlib.ExitStack() as held:
-            for _ in range(n):
-                buffer = self._catalog.arena.try_take(size, fresh=True)
-                if buffer is None:
-                    return
-                held.callback(buffer.release)
+        """Up to `n` more idle buffers that were used before: one at a time, none that others may need."""
+        for _ in range(n):
+            try:
+                buffer = self._catalog.arena.try_take(size, N_READY * size, fresh=True)
+            except OSError as why:  # no more addresses; nobody is waiting for this
+                log.debug("no memory to make ready: %s", why)
+                return
+            if buffer is None:
+                return
+            try:
                 await self._run(_touch, buffer.view)
+            finally:
+                buffer.release()
 
     def _want(self, n_bytes: int) -> None:
         self._wanted[class_bytes(n_bytes)] += 1

@@ -6,7 +6,7 @@ import errno
 import math
 import os
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -116,7 +116,7 @@ async def test_leased_copies_stay_while_their_tier_is_off(tmp_path: pathlib.Path
         with b.store.lease(await b.store.find(IDENTITY, Prompt.of(CHAT))) as lease:
             b.store._catalog.off.add(b.store._catalog.tree.parts.home[part])
             while (buffer := b.store.buffer_nowait(PART_BYTES)) is not None:
-                lease._buffers[0].append(buffer)  # released with the lease
+                lease._buffers[0].append((PartKind.BASE, buffer))  # released with the lease
             assert len(b.store._catalog.ram) == 4
             b.store._catalog.off.clear()
 
@@ -137,6 +137,46 @@ async def test_what_does_not_fit_with_its_head_is_read_and_not_kept(tmp_path: pa
                     view.release()
                     lease.release(index)
         await b.settle()
+
+
+async def test_one_buffer_at_a_time_is_made_ready(tmp_path: pathlib.Path) -> None:
+    """They count as used while they are touched, and somebody may want the room."""
+    used: list[int] = []
+    inline = InlineRunner()
+
+    async def run(fn: Any, *args: Any) -> Any:
+        if fn.__name__ == "_touch":
+            used.append(b.store._arena.used_bytes)
+        return await inline(fn, *args)
+
+    async with bench(tmp_path, run=run) as b:
+        await b.save_path(CHAT, tier="kv")
+        await b.settle()
+        assert used == []
+        before = b.store._arena.used_bytes
+        b.store._loader._wanted[4096] = 3
+        b.store._loader._wants_more.set()
+        await trio.testing.wait_all_tasks_blocked()
+    assert used == [before + 4096] * 3
+
+
+async def test_no_memory_for_what_nobody_waits_for_is_no_failure(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buffers are not made ready then; what is wanted later is read as soon as there is memory."""
+    async with bench(tmp_path) as b:
+        await b.save_path(CHAT, tier="kv")
+        await b.settle()
+
+    def refuse(size: int) -> None:
+        raise OSError(errno.ENOMEM, "no addresses")
+
+    async with bench(tmp_path) as b:
+        with monkeypatch.context() as patch:
+            patch.setattr("erllama.kvcache.arena._map", refuse)
+            await trio.testing.wait_all_tasks_blocked()
+        assert b.store._arena.statistics().made == 0
+        assert await b.read(CHAT) == len(CHAT)
 
 
 async def test_buffers_for_the_first_reads_after_a_restart_are_ready(tmp_path: pathlib.Path) -> None:
