@@ -229,6 +229,10 @@ class Actor:
     def wake(self) -> None:
         """Something changed that may make a step possible, or another one than those planned."""
         self._wakeup.set()
+        self.pause()
+
+    def pause(self) -> None:
+        """Let the running step be the last that nothing comes between: the thread is wanted."""
         self._thread.pause()
 
     def statistics(self) -> ActorStatistics:
