@@ -6,9 +6,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from erllama import Thinking, Token, ToolCallDelta
+from erllama.errors import Overloaded
 
 from .body import check_count, given, ignored_note, refuse
-from .failures import body_of
 from .generation import Ask
 from .openai_ask import chat_options
 from .openai_body import MAX_TOKENS
@@ -31,13 +31,15 @@ NO_EFFECT = (
 )
 
 
-def responses_ask(body: ResponsesBody, limits: LimitsTable, threads: Threads, session_id: str | None) -> Ask:
+def responses_ask(
+    body: ResponsesBody, limits: LimitsTable, threads: Threads, session_id: str | None, salt: bytes
+) -> Ask:
     """Raises: `InvalidOption`, `InvalidContent` for what cannot be honoured."""
     if body.background:
         raise refuse("background", "responses are computed while their client waits")
     check_count("input", body.input if isinstance(body.input, list) else None, limits.max_messages)
     check_count("tools", body.tools, limits.max_tools)
-    said = [*threads.get(body.previous_response_id), *messages_of(body.input)]
+    said = [*threads.get(body.previous_response_id, salt), *messages_of(body.input)]
     check_count("input", said, limits.max_messages)
     head = [{"role": "system", "content": body.instructions}] if body.instructions else []
     return Ask(
@@ -94,10 +96,11 @@ class ResponsesReply:
     loading = b": loading\n\n"
     remark = staticmethod(remark)
 
-    def __init__(self, body: ResponsesBody, ask: Ask, threads: Threads) -> None:
+    def __init__(self, body: ResponsesBody, ask: Ask, threads: Threads, salt: bytes) -> None:
         self._body = body
         self._ask = ask
         self._threads = threads
+        self._salt = salt  # whose thread it is
         self._id = new_id("resp_")
         self._created = int(time.time())
         self._number = 0
@@ -115,7 +118,7 @@ class ResponsesReply:
             "created_at": self._created,
             "status": status,
             "model": body.model,
-            "output": list(self._items) if completion is not None else [],
+            "output": self._output() if completion is not None else [],
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "instructions": body.instructions,
@@ -130,6 +133,10 @@ class ResponsesReply:
             "text": body.text or {"format": {"type": "text"}},
             "usage": None if completion is None else _usage(completion),
         }
+
+    def _output(self) -> list[dict[str, Any]]:
+        """The items that count: a call that was cut off is none."""
+        return [item for item in self._items if item["status"] != "incomplete"]
 
     def whole(self, answer: Answer, completion: Completion) -> dict[str, Any]:
         """The reply as one object."""
@@ -147,8 +154,10 @@ class ResponsesReply:
     def _keep(self, completion: Completion) -> None:
         if self._body.store is False or completion.message is None:
             return
-        said = [m for m in self._ask.messages or () if m.get("role") != "system"]
-        self._threads.put(self._id, [*said, completion.message.to_dict()])
+        n_head = 1 if self._body.instructions else 0  # instructions are one turn's
+        self._threads.put(
+            self._id, self._salt, [*(self._ask.messages or ())[n_head:], completion.message.to_dict()]
+        )
 
     # --- events ---
 
@@ -159,6 +168,9 @@ class ResponsesReply:
 
     async def begin(self, answer: Answer) -> bytes:
         """The response, empty."""
+        return self._begun()
+
+    def _begun(self) -> bytes:
         response = self._response("in_progress")
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
@@ -241,19 +253,37 @@ class ResponsesReply:
                 )
         return frames + self._event("response.output_item.done", output_index=at, item=item)
 
+    def _leave_cut_call(self, completion: Completion) -> None:
+        """A call that the limit of tokens cut off has no end: clients run what is told as done."""
+        last = self._items[-1] if self._items else None
+        if last is None or last["type"] != "function_call" or completion.message is None:
+            return
+        if last["call_id"] not in {call.id for call in completion.message.tool_calls}:
+            last["status"] = "incomplete"
+
     def end(self, answer: Answer, completion: Completion) -> bytes:
         """The open item's end, and the whole response."""
-        frames = self._open("message", _message("")) if not self._items else b""
-        frames += self._close()
+        self._leave_cut_call(completion)
+        frames = self._close()
+        if not self._output():
+            frames += self._open("message", _message("")) + self._close()
         self._keep(completion)
         status = _status(completion)
         return frames + self._event(f"response.{status}", response=self._response(status, completion))
 
     def failed(self, error: ErllamaError, request_id: str) -> bytes:
         """The response, failed."""
-        told = body_of(error, "openai", request_id)["error"]
-        response = self._response("failed") | {"error": {"code": "server_error", "message": told["message"]}}
-        return self._event("response.failed", response=response)
+        # The official package reads no stream that begins with another event.
+        begun = b"" if self._number else self._begun()
+        told = {"code": _error_code(error), "message": str(error)}
+        return begun + self._event("response.failed", response=self._response("failed") | {"error": told})
+
+
+def _error_code(error: ErllamaError) -> str:
+    """The word of those that the package knows (its `ResponseError`) which comes closest."""
+    if isinstance(error, Overloaded) and error.http_status == 429:
+        return "rate_limit_exceeded"
+    return "invalid_prompt" if error.http_status < 500 else "server_error"
 
 
 def _status(completion: Completion) -> str:
