@@ -251,6 +251,44 @@ async def test_a_history_that_is_too_long_loses_its_oldest_turns():
         assert (one.status_code, one.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
+def small():
+    backend = ScriptedChat(n_ctx=1)
+    backend.n_ctx = 600
+    return backend
+
+
+HISTORY = [{"role": r, "content": f"{r} {i} " + "x" * 100} for i in range(5) for r in ("user", "assistant")]
+LONG = {"model": "fake", "messages": [*HISTORY, {"role": "user", "content": "last question"}]}
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses"])
+async def test_a_stream_tells_what_its_history_lost(path):
+    """In a header; where a load was told before, so that headers are out, in a comment before the answer."""
+    said = {"input": LONG["messages"]} if path.endswith("responses") else {"messages": LONG["messages"]}
+    limit = "max_output_tokens" if path.endswith("responses") else "max_tokens"
+    body = {"model": "fake", "stream": True, limit: 20, **said}
+    async with serving(small) as scene:
+        cold, warm = [await scene.client.post(path, json=body) for _ in range(2)]
+        dropped = int(warm.headers["x-erllama-dropped-messages"])
+        assert dropped >= 4
+        assert ": x-erllama-dropped" not in warm.text
+        assert "x-erllama-dropped-messages" not in cold.headers
+        comment = f": x-erllama-dropped-messages: {dropped}\n\n"
+        assert cold.text.count(comment) == 1
+        assert cold.text.index(comment) < cold.text.index('"H')
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_ollamas_last_object_tells_what_was_lost(streamed):
+    """It has no comments, so a field does, whole and streamed; without a loss there is none."""
+    async with serving(small) as scene:
+        for body, is_there in ((LONG, True), (chat_body(), False)):
+            reply = await scene.client.post("/api/chat", json={**body, "stream": streamed})
+            last = json.loads(reply.text.splitlines()[-1])
+            assert ("dropped_messages" in last) == is_there
+            assert not is_there or last["dropped_messages"] >= 4
+
+
 async def test_failures_of_the_engine_are_errors_of_the_request():
     """A step that fails is a 500 in the dialect's shape, or an event, and the server goes on."""
     broken = True
