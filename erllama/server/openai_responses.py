@@ -10,7 +10,7 @@ from erllama.errors import Overloaded
 
 from .body import check_count, given, ignored_note, refuse
 from .generation import Ask
-from .openai_ask import chat_options
+from .openai_ask import chat_options, obfuscation
 from .openai_body import MAX_TOKENS
 from .openai_chat import new_id
 from .openai_input import Threads as Threads
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from erllama.errors import ErllamaError
 
     from .generation import Answer
-    from .openai_body import ResponsesBody
+    from .openai_body import ResponsesBody, ResponsesText
     from .settings import LimitsTable
 
 NO_EFFECT = (
     *("user", "service_tier", "safety_identifier", "prompt_cache_retention", "include"),
-    *("truncation", "max_tool_calls", "prompt_cache_options"),
+    *("max_tool_calls", "prompt_cache_options"),
 )
 
 
@@ -50,7 +50,7 @@ def responses_ask(
             tool_choice=_choice(body.tool_choice),
             parallel=body.parallel_tool_calls,
             response_format=body.response_format or _format(body.text),
-            effort=(body.reasoning or {}).get("effort"),
+            effort=None if body.reasoning is None else body.reasoning.effort,
         ),
         generation=given(
             {
@@ -62,8 +62,18 @@ def responses_ask(
         ),
         session_id=session_id or body.prompt_cache_key,
         cache_key=body.prompt_cache_key,
-        notes=ignored_note([name for name in NO_EFFECT if getattr(body, name) is not None]),
+        may_cut=None if body.truncation is None else body.truncation == "auto",
+        notes=ignored_note(_ignored(body)),
     )
+
+
+def _ignored(body: ResponsesBody) -> list[str]:
+    inner = {
+        "text.verbosity": body.text and body.text.verbosity,
+        "reasoning.summary": body.reasoning and (body.reasoning.summary or body.reasoning.generate_summary),
+    }
+    names = [name for name in NO_EFFECT if getattr(body, name) is not None]
+    return [*names, *(name for name, value in inner.items() if value), *obfuscation(body.stream_options)]
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -80,12 +90,17 @@ def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     return choice
 
 
-def _format(text: dict[str, Any] | None) -> dict[str, Any] | None:
+def _format(text: ResponsesText | None) -> dict[str, Any] | None:
     """`text.format`, whose schema is not nested."""
-    found = (text or {}).get("format")
-    if isinstance(found, dict) and found.get("type") == "json_schema" and "json_schema" not in found:
+    found = None if text is None else text.format
+    if found is not None and found.get("type") == "json_schema" and "json_schema" not in found:
         return {"type": "json_schema", "json_schema": {"schema": found.get("schema")}}
-    return found if found is None or isinstance(found, dict) else {"type": found}
+    return found
+
+
+def _told_text(text: ResponsesText | None) -> dict[str, Any]:
+    told = {} if text is None else text.model_dump(exclude_none=True)
+    return {"format": {"type": "text"}, **told}
 
 
 class ResponsesReply:
@@ -130,7 +145,8 @@ class ResponsesReply:
             "top_p": body.top_p,
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
-            "text": body.text or {"format": {"type": "text"}},
+            "text": _told_text(body.text),
+            "truncation": body.truncation,
             "usage": None if completion is None else _usage(completion),
         }
 
