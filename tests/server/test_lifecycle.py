@@ -289,8 +289,34 @@ async def test_ollamas_last_object_tells_what_was_lost(streamed):
             assert not is_there or last["dropped_messages"] >= 4
 
 
-async def test_failures_of_the_engine_are_errors_of_the_request():
-    """A step that fails is a 500 in the dialect's shape, or an event, and the server goes on."""
+ANSWERS = {
+    CHAT: chat_body(),
+    "/v1/messages": chat_body(max_tokens=9),
+    "/v1/responses": {"model": "fake", "input": "Hello"},
+    "/api/chat": chat_body(),
+}
+
+
+def told_of_failure(path, text):
+    """The error of a reply, whole or the last event of a stream, which also checks its shape."""
+    found = json.loads([e for e in sse_events(text) or text.splitlines() if e != "[DONE]"][-1])
+    if path == "/api/chat":
+        assert found.keys() == {"error", "reason"}
+        return found["error"]
+    if path == "/v1/messages":
+        assert (found["type"], found["error"]["type"]) == ("error", "api_error")
+    elif "response" in found:
+        assert found["type"] == "response.failed"
+        return found["response"]["error"]["message"]
+    else:
+        assert found["error"].keys() == {"message", "type", "param", "code"}
+    return found["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ANSWERS)
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_failures_of_the_engine_are_errors_of_the_request(path, streamed):
+    """H46: a step that fails is a 500 in the dialect's shape, or an event, without what went wrong inside."""
     broken = True
 
     def make():
@@ -301,12 +327,50 @@ async def test_failures_of_the_engine_are_errors_of_the_request():
         return ScriptedChat(before_step=fail)
 
     async with serving(make) as scene:
-        whole = await scene.client.post(CHAT, json=chat_body())
-        assert whole.status_code == 500
+        reply = await scene.client.post(path, json=ANSWERS[path] | {"stream": streamed})
+        assert reply.status_code == (200 if streamed else 500)
+        assert told_of_failure(path, reply.text)
+        assert "secret" not in reply.text
         broken = False
         await until(lambda: not scene.entry().is_loaded)
-        assert (await scene.client.post(CHAT, json=chat_body())).status_code == 200
+        assert (await scene.client.post(path, json=ANSWERS[path])).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"content": "x"}),
+        ("/detokenize", {"tokens": [1]}),
+        ("/v1/messages/count_tokens", chat_body()),
+        ("/v1/embeddings", {"model": "fake", "input": "x"}),
+        ("/api/show", {"model": "fake"}),
+        ("/api/tags", None),
+    ],
+)
+async def test_what_nobody_expected_has_the_dialects_shape(path, body, monkeypatch, caplog):
+    """A 500 with an id, also for a page of another origin; the log has it once, the client nothing of it."""
+
+    async def fail(*arguments, **options):
+        raise RuntimeError("secret of the machine")
+
+    def fail_at_once(*arguments):
+        raise RuntimeError("secret of the machine")
+
+    for name in ("listed", "shown"):
+        monkeypatch.setattr(f"erllama.server.ollama_routes.{name}", fail_at_once)
+    page = {"origin": "https://a.example"}
+    async with serving(cors={"origins": ["https://a.example"]}) as scene:
+        monkeypatch.setattr(scene.pool, "_loaded", fail)
+        reply = await scene.client.request("POST" if body else "GET", path, json=body, headers=page)
+        assert reply.status_code == 500
+        shape = {"/v1/messages/count_tokens": "/v1/messages"}.get(path, path)
+        assert told_of_failure("/api/chat" if path.startswith("/api") else shape, reply.text)
+        assert "secret" not in reply.text
+        assert reply.headers["x-request-id"].startswith("req_")
+        assert reply.headers["access-control-allow-origin"] == "https://a.example"
         assert (await scene.client.get("/health")).status_code == 200
+    logged = [r for r in caplog.records if r.exc_info]
+    assert [r.name for r in logged] == ["erllama.server"]
 
 
 async def test_text_prompts_are_text_or_ids():
