@@ -279,7 +279,8 @@ class Actor:
             reason = NotLoaded(f"model {self.model_id!r} was unloaded")
             raise
         except Exception as crash:
-            reason = EngineError(f"the engine of {self.model_id!r} failed: {crash!r}", reason="engine_error")
+            what = f"the engine of {self.model_id!r} failed: {crash!r}"
+            reason = EngineError(what, reason="engine_error", detail={"crash": type(crash).__name__})
             raise
         finally:
             self._stop(reason)

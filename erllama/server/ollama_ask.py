@@ -33,10 +33,8 @@ def generate_ask(body: GenerateBody, session_id: str | None, *, templated: bool)
             chat=_chat_options(body, None),
         )
     generation = dict(shared.pop("generation"))
-    if isinstance(body.format, dict):
-        generation["json_schema"] = body.format
-    elif body.format:
-        generation["json_schema"] = {"type": "object"}
+    if _format(body.format) is not None:
+        generation["json_schema"] = body.format if isinstance(body.format, dict) else {"type": "object"}
     prompt = f"{body.system}\n\n{body.prompt}" if body.system else body.prompt
     return Ask(**shared, generation=generation, prompt=prompt)
 
@@ -55,6 +53,8 @@ def chat_ask(body: OllamaChatBody, limits: LimitsTable, session_id: str | None) 
 def _shared(body: Asked, session_id: str | None) -> dict[str, Any]:
     options = body.options
     extra = [*(body.model_extra or ()), *((options.model_extra or ()) if options else ())]
+    if body.think is not None and getattr(body, "raw", False):
+        extra.append("think")
     generation = _generation(options)
     if body.logprobs:
         generation["logprobs"] = body.top_logprobs or 0

@@ -93,6 +93,7 @@ class LimitsTable(_Table):
     max_messages: int = Field(default=1024, ge=1)
     max_tools: int = Field(default=128, ge=0)
     max_embedding_inputs: int = Field(default=256, ge=1)
+    max_kept_conversations_bytes: int = Field(default=256 * MIB, ge=0)
     engine_call_s: float = Field(default=120, gt=0)
     prefill_s: float = Field(default=300, gt=0)
     generation_idle_s: float = Field(default=60, gt=0)
