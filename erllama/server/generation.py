@@ -63,11 +63,13 @@ class Answer:
         limits: LimitsTable,
         scope: trio.CancelScope,
         *,
+        session_id: Hashable = None,
         n_dropped: int = 0,
         n_cut: int = 0,
         one_call: bool = False,
     ) -> None:
         self.lease = lease
+        self.session_id = session_id  # None where it runs without the one that was asked for
         self.n_dropped = n_dropped
         self.n_cut = n_cut
         self._one_call = one_call
@@ -208,9 +210,9 @@ class Generator:
                 yield answer
             finally:
                 self._metrics.ended(spec.name, answer.completion)
-                if answer.completion is None and ask.session_id is not None:
+                if answer.completion is None and answer.session_id is not None:
                     with trio.move_on_after(END_SESSION_S, shield=True):
-                        await lease.model.end_session(ask.session_id)
+                        await lease.model.end_session(answer.session_id)
 
     @asynccontextmanager
     async def _opened(self, lease: Lease, asked: Ask) -> AsyncIterator[Answer]:
@@ -245,6 +247,7 @@ class Generator:
                 events,
                 limits,
                 scope,
+                session_id=ask.session_id,
                 n_dropped=len(asked.messages or ()) - len(ask.messages or ()),
                 n_cut=n_cut,
                 one_call=ask.chat.get("parallel_tool_calls") is False,

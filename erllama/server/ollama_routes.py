@@ -38,7 +38,9 @@ def ollama_routes(service: Service) -> APIRouter:
     async def generate(body: GenerateBody, request: Request) -> Response:
         """Continue a prompt, or load (or with `keep_alive: 0` unload) the model if there is none."""
         if not body.prompt:
-            return await _preload(service, body.model, body.keep_alive, is_chat=False)
+            return await while_present(
+                request, lambda: _preload(service, body.model, body.keep_alive, is_chat=False)
+            )
         templated = not body.raw and await _has_template(service, body.model)
         ask = generate_ask(body, session_of(request), templated=templated)
         reply = OllamaReply(body.model, is_chat=False)
@@ -48,7 +50,9 @@ def ollama_routes(service: Service) -> APIRouter:
     async def chat(body: OllamaChatBody, request: Request) -> Response:
         """Answer a conversation, or load (or unload) the model if there is none."""
         if not body.messages:
-            return await _preload(service, body.model, body.keep_alive, is_chat=True)
+            return await while_present(
+                request, lambda: _preload(service, body.model, body.keep_alive, is_chat=True)
+            )
         ask = chat_ask(body, limits, session_of(request))
         reply = OllamaReply(body.model, is_chat=True)
         return AnswerReply(service.generator, ask, reply, stream=body.stream is not False)
@@ -116,8 +120,8 @@ async def _preload(service: Service, name: str, keep_alive: float | str | None, 
     reply, keep_alive_s = OllamaReply(name, is_chat=is_chat), seconds_of(keep_alive)
     spec = service.pool.resolver.resolve(name)
     if keep_alive_s == 0:
-        await service.pool.let_go(spec)
-        return JSONResponse(reply.preloaded("unload", 0.0))
+        is_gone = await service.pool.let_go(spec)
+        return JSONResponse(reply.preloaded("unload" if is_gone else "load", 0.0))
     async with service.pool.lease(spec, keep_alive_s=keep_alive_s, with_place=False) as lease:
         load_s = lease.load_s
     return JSONResponse(reply.preloaded("load", load_s))

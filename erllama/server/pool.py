@@ -47,6 +47,7 @@ class Entry:
     last_active: float = 0.0
     loaded_at: float = 0.0
     expires_at: float = math.inf
+    is_let_go: bool = False  # it is freed as soon as nobody needs it
 
     @property
     def is_loaded(self) -> bool:
@@ -163,6 +164,8 @@ class Pool:
             raise QueueFull(
                 f"{entry.n_inside} requests of {spec.name!r} run or wait already; try again later"
             )
+        if keep_alive_s:  # said later than whoever let it go
+            entry.is_let_go = False
         entry.n_inside += 1
         try:
             started = trio.current_time()
@@ -207,7 +210,8 @@ class Pool:
     def _used(self, entry: Entry, keep_alive_s: float | None) -> None:
         """The last one to say how long it stays is obeyed; who says nothing means the default."""
         entry.last_active = trio.current_time()
-        entry.keep_alive_s = keep = self._default_s(entry.spec) if keep_alive_s is None else keep_alive_s
+        keep = self._default_s(entry.spec) if keep_alive_s is None else keep_alive_s
+        entry.keep_alive_s = keep = 0 if entry.is_let_go else keep
         entry.expires_at = math.inf if keep < 0 else entry.last_active + keep
         self._wake()
 
@@ -277,6 +281,7 @@ class Pool:
             await trio.lowlevel.checkpoint()
             return False
         model, entry.model = entry.model, None
+        entry.is_let_go = False
         entry.unloading = trio.Event()
         try:
             await model.unload()
@@ -287,14 +292,24 @@ class Pool:
         log.info("unloaded %s", entry.spec.name)
         return True
 
-    async def let_go(self, spec: Spec) -> None:
-        """Free a model now if it is idle, else when the last one who uses it is done."""
+    async def let_go(self, spec: Spec) -> bool:
+        """Free a model as soon as nobody needs it; False if meanwhile a request asked for it to stay.
+
+        Cancellation: it is freed all the same.
+        """
         entry = self._entries.get(spec.name)
         if entry is None:
             await trio.lowlevel.checkpoint()
-            return
-        if not await self.unload(entry):
-            self._used(entry, 0)
+            return True
+        entry.is_let_go = True
+        while entry.is_let_go and (entry.is_loaded or entry.loading is not None):
+            left = self._left  # the last one may leave while `unload` looks
+            if not await self.unload(entry):
+                await left.wait()
+        if entry.unloading is not None:
+            await entry.unloading.wait()
+        entry.is_let_go = False
+        return not entry.is_loaded
 
     def _wake(self) -> None:
         self._changed.set()

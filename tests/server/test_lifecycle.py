@@ -224,6 +224,47 @@ async def test_a_session_has_one_turn_at_a_time():
             assert other.status_code == 200
 
 
+async def test_a_shared_session_stays_with_its_first_turn(monkeypatch):
+    """H18: a second request that runs without the session, and whose client leaves, does not end it."""
+    async with serving(partial(SLOW, n_slots=3), session_busy="share") as scene:
+        await scene.client.post(CHAT, json=chat_body(max_tokens=1))
+        model, ended = scene.entry().model, []
+
+        async def end_session(session_id):
+            ended.append(session_id)
+
+        monkeypatch.setattr(model, "end_session", end_session)
+        header = {"x-conversation-id": "me"}
+        first = partial(scene.client.post, CHAT, json=chat_body(max_tokens=40), headers=header)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(first)
+            await until(lambda: scene.entry().n_running == 1)
+            with trio.move_on_after(0.3):
+                await scene.client.post(CHAT, json=chat_body("other", max_tokens=400), headers=header)
+        await scene.wait_idle()
+        assert ended == []
+        with trio.move_on_after(0.3):
+            await scene.client.post(CHAT, json=chat_body(max_tokens=400), headers=header)
+        await scene.wait_idle()
+        assert ended == ["me"], "its own session ends with a client that leaves"
+
+
+async def test_strangers_with_one_first_message_are_both_served():
+    """H18: what was not named is no session."""
+    async with serving(partial(SLOW, n_slots=3)) as scene:
+        await scene.client.post(CHAT, json=chat_body(max_tokens=1))
+        statuses = []
+
+        async def ask():
+            statuses.append((await scene.client.post(CHAT, json=chat_body(max_tokens=20))).status_code)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(2):
+                nursery.start_soon(ask)
+            await until(lambda: scene.entry().n_running == 2)
+        assert statuses == [200, 200]
+
+
 async def test_a_history_that_is_too_long_loses_its_oldest_turns():
     """The system message and the last question stay, and the reply says how many messages went."""
     backends = []

@@ -7,6 +7,7 @@ from functools import partial
 
 import ollama
 import pytest
+import trio
 from runtime.chat_scenes import ScriptedChat
 
 from erllama.errors import InvalidOption
@@ -128,6 +129,36 @@ async def test_an_empty_prompt_loads_and_keep_alive_0_unloads():
             body = {"model": "fake", "messages": HELLO, "keep_alive": "0s", "stream": stream}
             assert (await scene.client.post("/api/chat", json=body)).status_code == 200
             assert (await scene.client.get("/api/ps")).json()["models"] == []
+
+
+@pytest.mark.parametrize("asked_again", [False, True])
+async def test_a_busy_model_is_unloaded_when_its_last_answer_is_over(asked_again):
+    """H7: the reply comes after that; a request that comes meanwhile and says how long it stays undoes it."""
+    slow = partial(ScriptedChat, says="word " * 400, threaded=True, step_delay_s=0.02, n_slots=3)
+    async with serving(slow) as scene:
+        await scene.client.post("/api/generate", json={"model": "fake"})
+        replies = []
+
+        async def ask(name, **body):
+            reply = await scene.client.post("/api/chat", json={"model": "fake", "stream": False, **body})
+            replies.append((name, reply.json()["done_reason"]))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(ask, "answer", messages=HELLO, options={"num_predict": 20}))
+            await until(lambda: scene.entry().n_running)
+            nursery.start_soon(partial(ask, "unload", keep_alive=0))
+            await until(lambda: scene.entry().is_let_go)
+            if asked_again:
+                nursery.start_soon(partial(ask, "stays", keep_alive="5m"))
+        left = (await scene.client.get("/api/ps")).json()["models"]
+        if asked_again:
+            assert sorted(replies) == [("answer", "length"), ("stays", "load"), ("unload", "load")]
+            assert len(left) == 1
+        else:
+            assert replies == [("answer", "length"), ("unload", "unload")]
+            assert left == []
+            await scene.client.post("/api/generate", json={"model": "fake"})
+            assert scene.entry().is_loaded, "the next load is not let go"
 
 
 async def test_the_last_one_decides_how_long_a_model_stays():
