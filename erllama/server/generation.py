@@ -13,7 +13,8 @@ from weakref import WeakKeyDictionary
 import trio
 
 from erllama import Done, ThinkingEnd, Token, TokenId, ToolCallDelta
-from erllama.errors import ContextOverflow, EngineUnresponsive, InvalidContent, StickyBusy
+from erllama.errors import ContextOverflow, EngineUnresponsive, InvalidContent, NotSupported, StickyBusy
+from erllama.runtime.checking import RequestChecks
 
 from .fit import without_oldest
 from .late_system import PROBE, is_taken, needs_care, with_reminders
@@ -36,15 +37,27 @@ LONGEST_TOKEN = 16  # characters
 ROOM_FOR_ANSWER = 4  # a history that is cut leaves this part of the context to the answer, or max_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """A prompt without a template."""
+
+    prompt: str
+    generation: Mapping[str, Any]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """What a client wants, in no dialect: a prompt (text or token ids) or messages with `chat` options."""
+    """What a client wants, in no dialect: a prompt (text or token ids) or messages with `chat` options.
+
+    `plain` is asked instead where the model has no template for messages.
+    """
 
     model: str
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
     chat: Mapping[str, Any] = field(default_factory=dict)
     generation: Mapping[str, Any] = field(default_factory=dict)
+    plain: Plain | None = None
     session_id: Hashable = None
     cache_key: str | None = None  # OpenAI's `prompt_cache_key`
     salt: bytes = b""  # whose it is; see `tenants`
@@ -188,6 +201,7 @@ class Generator:
         self.pool = pool
         self.settings = settings
         self._metrics = metrics
+        self._checks = RequestChecks()
         self._takes_late: WeakKeyDictionary[Model, bool] = WeakKeyDictionary()
 
     @asynccontextmanager
@@ -196,11 +210,15 @@ class Generator:
     ) -> AsyncIterator[Answer]:
         """The answer, for the block. Leaving it early ends the request wherever it is, and its session.
 
-        Raises: `ModelNotFound`, `QueueFull`, `QueueTimeout`, what loading raises, as `Model.chat`, and
-        `EngineUnresponsive` when a limit of time ends it.
+        Raises: `ModelNotFound`, `QueueFull`, `QueueTimeout`, what loading raises, as `Model.chat` (what needs no
+        model to be seen before it is loaded), and `EngineUnresponsive` when a limit of time ends it.
         Cancellation: as leaving the block.
         """
         spec = self.pool.resolver.resolve(ask.model)
+        if not self.pool.is_ready(spec):  # else rendering says the same at once
+            await trio.to_thread.run_sync(
+                self._checks.check, ask.messages, ask.chat, ask.generation, abandon_on_cancel=True
+            )
         async with (
             self.pool.lease(spec, keep_alive_s=ask.keep_alive_s, on_loading=on_loading) as lease,
             self._opened(lease, ask) as answer,
@@ -235,6 +253,10 @@ class Generator:
                     if self.settings.session_busy == "refuse" or ask.session_id is None:
                         raise
                     ask = dataclasses.replace(ask, session_id=None)
+                except NotSupported as why:
+                    if why.reason != "chat_not_supported" or ask.plain is None:
+                        raise
+                    asked = ask = _without_template(ask, ask.plain)
                 except ContextOverflow as why:
                     if ask.messages is not None:
                         ask = self._shorter(ask, why)
@@ -284,6 +306,12 @@ class Generator:
         if shorter is None:
             raise why
         return dataclasses.replace(ask, messages=[dict(message) for message in shorter])
+
+
+def _without_template(ask: Ask, plain: Plain) -> Ask:
+    return dataclasses.replace(
+        ask, messages=None, chat={}, plain=None, prompt=plain.prompt, generation=plain.generation
+    )
 
 
 def _room(ask: Ask, why: ContextOverflow) -> int:

@@ -41,8 +41,7 @@ def ollama_routes(service: Service) -> APIRouter:
             return await while_present(
                 request, lambda: _preload(service, body.model, body.keep_alive, is_chat=False)
             )
-        templated = not body.raw and await _has_template(service, body.model)
-        ask = generate_ask(body, session_of(request), templated=templated)
+        ask = generate_ask(body, session_of(request))
         reply = OllamaReply(body.model, is_chat=False)
         return AnswerReply(service.generator, ask, reply, stream=body.stream is not False)
 
@@ -125,15 +124,3 @@ async def _preload(service: Service, name: str, keep_alive: float | str | None, 
     async with service.pool.lease(spec, keep_alive_s=keep_alive_s, with_place=False) as lease:
         load_s = lease.load_s
     return JSONResponse(reply.preloaded("load", load_s))
-
-
-async def _has_template(service: Service, name: str) -> bool:
-    """Whether the model can be asked in the form of a conversation; it is loaded for that."""
-    async with service.reading(name) as lease:
-        try:
-            await lease.model.chat_apply([{"role": "user", "content": "?"}])
-        except NotSupported as why:
-            if why.reason == "chat_not_supported":
-                return False
-            raise
-    return True

@@ -137,6 +137,11 @@ class Pool:
         """The entry of a model; None before it was first asked for."""
         return self._entries.get(spec.name)
 
+    def is_ready(self, spec: Spec) -> bool:
+        """Whether a lease would begin at once."""
+        entry = self.entry_of(spec)
+        return entry is not None and entry.is_loaded and entry.lanes.available_tokens > 0
+
     def statistics(self) -> PoolStatistics:
         """Counts since the start."""
         return PoolStatistics(n_loads=self._n_loads, n_failed_loads=self._n_failed, n_unloads=self._n_unloads)

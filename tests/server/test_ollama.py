@@ -171,6 +171,45 @@ async def test_the_last_one_decides_how_long_a_model_stays():
         assert shown["expires_at"] > "2100"
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"options": {"num_predict": 0}}, {"images": ["a"]}, {"keep_alive": "soon"}, {"format": {"type": "bogus"}}],
+)
+async def test_a_prompt_is_looked_at_before_a_load(wrong):
+    """400, and nothing is loaded."""
+    async with serving() as scene:
+        for stream in (False, True):
+            body = {"model": "fake", "prompt": "x", "stream": stream, **wrong}
+            assert (await scene.client.post("/api/generate", json=body)).status_code == 400
+        assert scene.loads == []
+
+
+class WithoutTemplate(ScriptedChat):
+    """Its file has none."""
+
+    chat_templates = None
+
+
+@pytest.mark.parametrize("make", [ScriptedChat, WithoutTemplate])
+async def test_a_prompt_needs_one_load(make):
+    """Templated or not is decided with the model at hand; the reply tells how long the load took."""
+    backends = []
+
+    def made():
+        backends.append(make())
+        return backends[-1]
+
+    async with serving(made, keep_alive_s=0) as scene:
+        body = {"model": "fake", "prompt": "2+2?", "system": "Count.", "stream": False}
+        reply = await scene.client.post("/api/generate", json=body)
+        assert reply.json()["response"] == "Hello."
+        assert reply.json()["load_duration"] > 0
+        assert scene.loads == ["fake"]
+    (prompt,) = backends[0].prompts
+    assert (prompt == "Count.\n\n2+2?") == (make is WithoutTemplate)
+    assert ("<|im_start|>user\n2+2?" in prompt) == (make is ScriptedChat)
+
+
 async def test_a_long_raw_prompt_is_cut_and_told():
     """With truncate the end of the prompt is kept; without it is refused with both lengths."""
 
