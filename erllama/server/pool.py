@@ -44,6 +44,7 @@ class Entry:
     loading: Loading | None = None
     unloading: trio.Event | None = None
     n_inside: int = 0  # leases and those who wait for one
+    n_in_line: int = 0  # of these, who has a place or wants one
     last_active: float = 0.0
     loaded_at: float = 0.0
     expires_at: float = math.inf
@@ -165,13 +166,14 @@ class Pool:
         """
         entry = self._entry(spec)
         depth = spec.table.queue_depth if spec.table.queue_depth is not None else self._settings.queue.depth
-        if with_place and entry.n_inside >= int(entry.lanes.total_tokens) + depth:
+        if with_place and entry.n_in_line >= int(entry.lanes.total_tokens) + depth:
             raise QueueFull(
-                f"{entry.n_inside} requests of {spec.name!r} run or wait already; try again later"
+                f"{entry.n_in_line} requests of {spec.name!r} run or wait already; try again later"
             )
         if keep_alive_s:  # said later than whoever let it go
             entry.is_let_go = False
         entry.n_inside += 1
+        entry.n_in_line += with_place
         try:
             started = trio.current_time()
             model = await self._loaded(entry, on_loading)
@@ -186,6 +188,7 @@ class Pool:
                     entry.lanes.release_on_behalf_of(place)
         finally:
             entry.n_inside -= 1
+            entry.n_in_line -= with_place
             self._used(entry, keep_alive_s)
         if entry.is_idle and entry.keep_alive_s == 0:
             await self.unload(entry)

@@ -72,7 +72,9 @@ WRONG_CONTENT = {
     "schema": lambda path: _schema(path, {"type": "bogus"}),
     "schema that no grammar holds": lambda path: _schema(path, {"type": "number", "minimum": 3}),
     "role": lambda _: {"messages": [{"role": "bogus", "content": "x"}]},
-    "answer of no call": lambda _: {"messages": [{"role": "tool", "content": "x", "tool_call_id": "nobodys"}]},
+    "answer of no call": lambda _: {
+        "messages": [{"role": "tool", "content": "x", "tool_call_id": "nobodys"}]
+    },
 }
 
 
@@ -101,7 +103,13 @@ async def test_what_no_model_is_needed_to_see_is_refused_at_once(path, stream, b
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"tools": [{"type": "function"}]}, {"max_tokens": 0}, {"top_p": 7}, {"tools": WEATHER, "tool_choice": "bogus"}]
+    "wrong",
+    [
+        {"tools": [{"type": "function"}]},
+        {"tools": WEATHER, "tool_choice": "bogus"},
+        {"max_tokens": 0},
+        {"top_p": 7},
+    ],
 )
 async def test_tools_and_numbers_are_looked_at_before_a_load(wrong):
     """As schemas and messages are."""

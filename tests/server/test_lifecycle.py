@@ -122,6 +122,25 @@ async def test_a_full_queue_refuses_and_a_long_wait_ends():
         assert statuses[1:] == [(504, "queue_timeout"), (200, None)]
 
 
+async def test_counting_tokens_takes_nobodys_place(monkeypatch):
+    """A model whose text is only counted is free for the one who wants an answer, also without a queue."""
+    async with serving(queue={"depth": 0}, **one_lane()) as scene:
+        await scene.client.post(CHAT, json=chat_body(max_tokens=1))
+        model, may_go_on = scene.entry().model, trio.Event()
+        tokenize = model.tokenize_async
+
+        async def slow(*arguments):
+            await may_go_on.wait()
+            return await tokenize(*arguments)
+
+        monkeypatch.setattr(model, "tokenize_async", slow)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(scene.client.post, "/tokenize", json={"content": "x"}))
+            await until(lambda: scene.entry().n_inside)
+            assert (await scene.client.post(CHAT, json=chat_body(max_tokens=1))).status_code == 200
+            may_go_on.set()
+
+
 async def test_those_who_wait_are_served_in_order():
     """First come, first served."""
     async with serving(SLOW, **one_lane()) as scene:

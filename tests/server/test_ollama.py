@@ -173,7 +173,12 @@ async def test_the_last_one_decides_how_long_a_model_stays():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"options": {"num_predict": 0}}, {"images": ["a"]}, {"keep_alive": "soon"}, {"format": {"type": "bogus"}}],
+    [
+        {"options": {"num_predict": 0}},
+        {"images": ["a"]},
+        {"keep_alive": "soon"},
+        {"format": {"type": "bogus"}},
+    ],
 )
 async def test_a_prompt_is_looked_at_before_a_load(wrong):
     """400, and nothing is loaded."""
