@@ -210,8 +210,8 @@ class Generator:
     ) -> AsyncIterator[Answer]:
         """The answer, for the block. Leaving it early ends the request wherever it is, and its session.
 
-        Raises: `ModelNotFound`, `QueueFull`, `QueueTimeout`, what loading raises, as `Model.chat` (before a load
-        what can be seen without a model), and `EngineUnresponsive` when a limit of time ends it.
+        Raises: `ModelNotFound`, `QueueFull`, `QueueTimeout`, what loading raises, as `Model.chat` (what can
+        be seen without a model: before a load), and `EngineUnresponsive` when a limit of time ends it.
         Cancellation: as leaving the block.
         """
         spec = self.pool.resolver.resolve(ask.model)

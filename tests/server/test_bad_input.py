@@ -206,15 +206,19 @@ DISHONOURABLE = [
 ]
 
 
-async def test_options_that_cannot_be_honoured_are_refused():
-    """Never passed over in silence; the same whether streamed or not."""
+@pytest.mark.parametrize("loaded", [False, True])
+async def test_options_that_cannot_be_honoured_are_refused(loaded):
+    """Never passed over in silence; the same whether streamed or not, and whether the model is loaded."""
     async with serving() as scene:
+        if loaded:
+            await scene.client.post(CHAT, json=chat_body(max_tokens=1))
         for more in DISHONOURABLE:
             for stream in (False, True):
                 body = json.dumps(chat_body() | more | {"stream": stream})
                 reply = await scene.client.post(CHAT, content=body)
                 assert reply.status_code == 400, (more, reply.text)
                 assert message_of(CHAT, reply.json())
+        assert scene.loads == ["fake"] * loaded
 
 
 async def test_keys_open_the_surfaces_that_want_them():
