@@ -50,7 +50,12 @@ def test_arguments_concern_models_that_are_given_with_them(settings):
 
 @pytest.mark.parametrize(
     ("text", "key"),
-    [("models = 3", "models"), ("limits = 3", "limits"), ("listen = 3", "listen"), ("models.q = 3", "models.q")],
+    [
+        ("models = 3", "models"),
+        ("limits = 3", "limits"),
+        ("listen = 3", "listen"),
+        ("models.q = 3", "models.q"),
+    ],
 )
 def test_a_value_where_a_table_belongs_is_told(settings, text, key):
     """By its key, and not as a traceback."""
