@@ -7,7 +7,6 @@ from typing import Any, Literal
 from erllama.errors import (
     AuthenticationFailed,
     BodyTooLarge,
-    EngineError,
     ErllamaError,
     ModelNotFound,
     Overloaded,
@@ -32,8 +31,6 @@ def surface_of(path: str) -> Surface:
 
 def as_error(failure: BaseException) -> ErllamaError:
     """What a client is told about any failure; what is not ours to tell stays in the log."""
-    if type(failure) is EngineError and failure.reason == EngineError.reason:
-        return EngineError("the model failed; the server's log says why")  # it quotes any exception
     if isinstance(failure, ErllamaError):
         return failure
     if isinstance(failure, BaseExceptionGroup) and len(failure.exceptions) == 1:

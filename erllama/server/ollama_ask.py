@@ -41,7 +41,8 @@ def generate_ask(body: GenerateBody, session_id: str | None) -> Ask:
 
 
 def _plain(body: GenerateBody, generation: Mapping[str, Any]) -> Plain:
-    schema = body.format if isinstance(body.format, dict) else {"type": "object"} if body.format else None
+    schema = body.format if isinstance(body.format, dict) else {"type": "object"}
+    schema = None if _format(body.format) is None else schema
     prompt = f"{body.system}\n\n{body.prompt}" if body.system else body.prompt
     return Plain(prompt, given({**generation, "json_schema": schema}))
 

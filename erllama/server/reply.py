@@ -242,8 +242,6 @@ class AnswerReply(Response):
         record.error = error.reason
         if error is not failure and error.reason == "error":
             log.error("request %s failed", record.request_id, exc_info=failure)
-        elif error is not failure:
-            log.error("request %s: %s", record.request_id, failure)
         if wire.started:
             await wire.write(self._translation.failed(error, record.request_id), more=False)
             return
