@@ -80,7 +80,8 @@ def implied_type(schema: Mapping[str, Json]) -> str | None:
 def with_integers(schema: Mapping[str, Json]) -> Mapping[str, Json]:
     """The same schema, with the type integer for numbers that are multiples of 1."""
     kinds = schema.get("type")
-    if kinds is None or not same(schema.get("multipleOf"), 1):
+    multiple = schema.get("multipleOf")
+    if kinds is None or not is_whole(multiple) or multiple != 1:
         return schema
     integer = {"number": "integer"}
     made = integer.get(kinds, kinds) if isinstance(kinds, str) else [integer.get(k, k) for k in kinds]

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from erllama.chat import tools
 from erllama.chat.remembered import ENTRY_BYTES, Remembered
+from erllama.chat.tools import check_tools
+
+
+def tool(parameters):
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
 
 def kept(max_bytes):
@@ -59,3 +65,15 @@ def test_a_failure_is_not_kept():
         with pytest.raises(ValueError, match="no number"):
             remembered("no number")
     assert (remembered.n_bytes, remembered.n_misses) == (0, 2)
+
+
+@pytest.mark.model
+def test_schemas_of_tools_are_kept_within_bytes():
+    """Large ones that nobody sends twice do not pile up; small ones are still converted once."""
+    for i in range(40):
+        check_tools([tool({"type": "object", "description": f"{i} " + "x" * (1 << 20)})], "auto")
+    assert 1 << 20 < tools._loose.n_bytes <= tools.MAX_BYTES
+    n_misses = tools._loose.n_misses
+    for _ in range(3):
+        check_tools([tool({"type": "object", "properties": {"only here": {"type": "null"}}})], "auto")
+    assert tools._loose.n_misses == n_misses + 1

@@ -58,6 +58,24 @@ async def test_requests_that_come_while_a_model_loads_share_the_load():
         assert all(": loading\n\n" in r.text and sse_events(r.text)[-1] == "[DONE]" for r in told)
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+async def test_a_stream_is_told_how_far_its_load_is(path, monkeypatch):
+    """H30: until the model is there, again and again, in comments."""
+    monkeypatch.setattr("erllama.server.reply.LOAD_NEWS_S", 0.02)
+    async with serving() as scene:
+        scene.hold_load = trio.Event()
+        text = ""
+        async with scene.client.stream(
+            "POST", path, json=chat_body(stream=True, max_tokens=5)
+        ) as reply:
+            async for part in reply.aiter_text():
+                text += part
+                if text.count(": loaded 50%\n\n") >= 3:
+                    scene.hold_load.set()
+        assert text.count(": loaded 50%\n\n") >= 3
+        assert '"H' in text, "the answer follows"
+
+
 async def test_a_failed_load_reaches_each_who_waited_once_and_can_be_tried_again():
     """A typed error for a whole reply, an error event for a stream; the next request loads anew."""
     async with serving() as scene:
