@@ -187,11 +187,19 @@ def read_file(path: str) -> dict[str, Any]:
         raise MissingConfig(f"cannot read {path}: {why.strerror}", detail={"path": path}) from None
     except ValueError as why:  # not UTF-8, not TOML
         raise InvalidConfig(f"{path} is not TOML: {why}", detail={"path": path}) from None
-    for table in values.get("models", {}).values():
+    for table in table_of(values, "models").values():
         for key in ("path", "chat_template_file"):
             if isinstance(table, dict) and isinstance(table.get(key), str):
                 table[key] = str(file.parent / Path(table[key]).expanduser())
     return values
+
+
+def table_of(values: Mapping[str, Any], key: str, under: str = "") -> dict[str, Any]:
+    """A table of a file, empty if it is not there. Raises: `InvalidConfig` for anything else of that name."""
+    table = values.get(key, {})
+    if not isinstance(table, dict):
+        raise InvalidConfig(f"{under}{key}: expected a table", detail={"key": f"{under}{key}"})
+    return dict(table)
 
 
 def check_name(name: str) -> str:
