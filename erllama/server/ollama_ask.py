@@ -41,8 +41,9 @@ def generate_ask(body: GenerateBody, session_id: str | None) -> Ask:
 
 
 def _plain(body: GenerateBody, generation: Mapping[str, Any]) -> Plain:
-    schema = body.format if isinstance(body.format, dict) else {"type": "object"}
-    schema = None if _format(body.format) is None else schema
+    schema: dict[str, Any] | None = body.format if isinstance(body.format, dict) else {"type": "object"}
+    if _format(body.format) is None:
+        schema = None
     prompt = f"{body.system}\n\n{body.prompt}" if body.system else body.prompt
     return Plain(prompt, given({**generation, "json_schema": schema}))
 
