@@ -72,7 +72,8 @@ def against(
     """A comparison, run by run. No `others`: only our side was run. `inverted`: the ratio is other / ours."""
     if not others:
         return Figure(name=name, unit=unit, ours=Spread.of(ours), bar=bar, other_name=other_name, at=at)
-    ratio = paired(others, ours) if inverted else paired(ours, others)
+    above, below = (others, ours) if inverted else (ours, others)
+    ratio = paired(above, below) if all(below) else None  # less than the clock tells has no ratio
     return Figure(
         name=name,
         unit=unit,

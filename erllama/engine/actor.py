@@ -229,6 +229,10 @@ class Actor:
     def wake(self) -> None:
         """Something changed that may make a step possible, or another one than those planned."""
         self._wakeup.set()
+        self.pause()
+
+    def pause(self) -> None:
+        """Let the running step be the last that nothing comes between: the thread is wanted."""
         self._thread.pause()
 
     def statistics(self) -> ActorStatistics:
@@ -275,7 +279,8 @@ class Actor:
             reason = NotLoaded(f"model {self.model_id!r} was unloaded")
             raise
         except Exception as crash:
-            reason = EngineError(f"the engine of {self.model_id!r} failed: {crash!r}", reason="engine_error")
+            what = f"the engine of {self.model_id!r} failed: {crash!r}"
+            reason = EngineError(what, reason="engine_error", detail={"crash": type(crash).__name__})
             raise
         finally:
             self._stop(reason)

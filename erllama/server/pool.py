@@ -47,9 +47,11 @@ class Entry:
     loading: Loading | None = None
     unloading: trio.Event | None = None
     n_inside: int = 0  # leases and those who wait for one
+    n_in_line: int = 0  # of these, who has a place or wants one
     last_active: float = 0.0
     loaded_at: float = 0.0
     expires_at: float = math.inf
+    is_let_go: bool = False  # it is freed as soon as nobody needs it
 
     @property
     def is_loaded(self) -> bool:
@@ -147,6 +149,11 @@ class Pool:
         """The entry of a model; None before it was first asked for."""
         return self._entries.get(spec.name)
 
+    def is_ready(self, spec: Spec) -> bool:
+        """Whether a lease would begin at once."""
+        entry = self.entry_of(spec)
+        return entry is not None and entry.is_loaded and entry.lanes.available_tokens > 0
+
     def statistics(self) -> PoolStatistics:
         """Counts since the start."""
         return PoolStatistics(n_loads=self._n_loads, n_failed_loads=self._n_failed, n_unloads=self._n_unloads)
@@ -170,11 +177,14 @@ class Pool:
         """
         entry = self._entry(spec)
         depth = spec.table.queue_depth if spec.table.queue_depth is not None else self._settings.queue.depth
-        if with_place and entry.n_inside >= int(entry.lanes.total_tokens) + depth:
+        if with_place and entry.n_in_line >= int(entry.lanes.total_tokens) + depth:
             raise QueueFull(
-                f"{entry.n_inside} requests of {spec.name!r} run or wait already; try again later"
+                f"{entry.n_in_line} requests of {spec.name!r} run or wait already; try again later"
             )
+        if keep_alive_s:  # said later than whoever let it go
+            entry.is_let_go = False
         entry.n_inside += 1
+        entry.n_in_line += with_place
         try:
             started = trio.current_time()
             model = await self._loaded(entry, on_loading)
@@ -189,6 +199,7 @@ class Pool:
                     entry.lanes.release_on_behalf_of(place)
         finally:
             entry.n_inside -= 1
+            entry.n_in_line -= with_place
             self._used(entry, keep_alive_s)
         if entry.is_idle and entry.keep_alive_s == 0:
             await self.unload(entry)
@@ -218,7 +229,8 @@ class Pool:
     def _used(self, entry: Entry, keep_alive_s: float | None) -> None:
         """The last one to say how long it stays is obeyed; who says nothing means the default."""
         entry.last_active = trio.current_time()
-        entry.keep_alive_s = keep = self._default_s(entry.spec) if keep_alive_s is None else keep_alive_s
+        keep = self._default_s(entry.spec) if keep_alive_s is None else keep_alive_s
+        entry.keep_alive_s = keep = 0 if entry.is_let_go else keep
         entry.expires_at = math.inf if keep < 0 else entry.last_active + keep
         self._wake()
 
@@ -309,6 +321,7 @@ class Pool:
             await trio.lowlevel.checkpoint()
             return False
         model, entry.model = entry.model, None
+        entry.is_let_go = False
         entry.unloading = trio.Event()
         try:
             await model.unload()
@@ -319,14 +332,24 @@ class Pool:
         log.info("unloaded %s", entry.spec.name)
         return True
 
-    async def let_go(self, spec: Spec) -> None:
-        """Free a model now if it is idle, else when the last one who uses it is done."""
+    async def let_go(self, spec: Spec) -> bool:
+        """Free a model as soon as nobody needs it; False if meanwhile a request asked for it to stay.
+
+        Cancellation: it is freed all the same.
+        """
         entry = self._entries.get(spec.name)
         if entry is None:
             await trio.lowlevel.checkpoint()
-            return
-        if not await self.unload(entry):
-            self._used(entry, 0)
+            return True
+        entry.is_let_go = True
+        while entry.is_let_go and (entry.is_loaded or entry.loading is not None):
+            left = self._left  # the last one may leave while `unload` looks
+            if not await self.unload(entry):
+                await left.wait()
+        if entry.unloading is not None:
+            await entry.unloading.wait()
+        entry.is_let_go = False
+        return not entry.is_loaded
 
     def _wake(self) -> None:
         self._changed.set()

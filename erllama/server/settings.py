@@ -93,6 +93,7 @@ class LimitsTable(_Table):
     max_messages: int = Field(default=1024, ge=1)
     max_tools: int = Field(default=128, ge=0)
     max_embedding_inputs: int = Field(default=256, ge=1)
+    max_kept_conversations_bytes: int = Field(default=256 * MIB, ge=0)
     engine_call_s: float = Field(default=120, gt=0)
     prefill_s: float = Field(default=300, gt=0)
     generation_idle_s: float = Field(default=60, gt=0)
@@ -186,11 +187,19 @@ def read_file(path: str) -> dict[str, Any]:
         raise MissingConfig(f"cannot read {path}: {why.strerror}", detail={"path": path}) from None
     except ValueError as why:  # not UTF-8, not TOML
         raise InvalidConfig(f"{path} is not TOML: {why}", detail={"path": path}) from None
-    for table in values.get("models", {}).values():
+    for table in table_of(values, "models").values():
         for key in ("path", "chat_template_file"):
             if isinstance(table, dict) and isinstance(table.get(key), str):
                 table[key] = str(file.parent / Path(table[key]).expanduser())
     return values
+
+
+def table_of(values: Mapping[str, Any], key: str, under: str = "") -> dict[str, Any]:
+    """A table of a file, empty if it is not there. Raises: `InvalidConfig` for anything else of that name."""
+    table = values.get(key, {})
+    if not isinstance(table, dict):
+        raise InvalidConfig(f"{under}{key}: expected a table", detail={"key": f"{under}{key}"})
+    return dict(table)
 
 
 def check_name(name: str) -> str:
