@@ -158,6 +158,7 @@ class _PoolCollector(Collector):
         loaded = GaugeMetricFamily("erllama_model_loaded", "1 if it is loaded", labels=names)
         running = GaugeMetricFamily("erllama_requests_running", "Requests that hold a place", labels=names)
         queued = GaugeMetricFamily("erllama_queue_depth", "Requests that wait for a place", labels=names)
+        idle = GaugeMetricFamily("erllama_model_idle_seconds", "Since a request last had it", labels=names)
         steps = CounterMetricFamily("erllama_steps", "Calls of llama_decode", labels=names)
         for entry in self._pool.all_entries():
             label = [entry.spec.name]
@@ -166,8 +167,9 @@ class _PoolCollector(Collector):
             queued.add_metric(label, entry.n_waiting)
             if entry.model is None or not entry.is_loaded:
                 continue
+            idle.add_metric(label, 0.0 if entry.n_inside else trio.current_time() - entry.last_active)
             steps.add_metric(label, entry.model.statistics().n_steps)
-        yield from (loaded, running, queued, steps)
+        yield from (loaded, running, queued, idle, steps)
 
 
 class BusyRatio:

@@ -288,8 +288,12 @@ class Pool:
                 return await self._load(entry.spec, loading.report)
             except ModelWouldOom:
                 idle = [e for e in self._entries.values() if e.is_idle and e is not entry]
-                if not self._settings.memory_aware_loading or not idle:
+                going = [e.unloading for e in self._entries.values() if e.unloading is not None]
+                if not self._settings.memory_aware_loading or not (idle or going):
                     raise
+                if going:
+                    await going[0].wait()
+                    continue
                 victim = min(idle, key=lambda e: e.last_active)
                 log.info("unloading %s: %s needs the memory", victim.spec.name, entry.spec.name)
                 await self.unload(victim)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import trio
 
-from erllama.engine.free_memory import FreeMemory, free_memory
+from erllama.engine.free_memory import FreeMemory
 from erllama.errors import ModelWouldOom
 from erllama.models.gguf import read_metadata
 from erllama.server.memory import HEADS_KV, Need, check_room, kv_bytes, need_of, weights_bytes
@@ -96,11 +96,6 @@ def test_arrays_are_read_where_they_are_wanted(tiny_gguf) -> None:
     assert isinstance(metadata["tokenizer.ggml.token_type"], int)
 
 
-def test_the_machine_is_looked_at() -> None:
-    """There is memory, and less than the machine has."""
-    assert free_memory().system_bytes > 0
-
-
 class Machine:
     """Memory for `n` models of a file, of which those that are loaded take their part."""
 
@@ -139,6 +134,45 @@ async def test_the_model_unused_for_longest_makes_room(tiny_gguf) -> None:
         async with scene.pool.lease(scene.service.spec("a")):
             assert (await ask("b")).status_code == 503  # who is in use stays
         assert scene.loads == ["a", "b", "c", "a"]
+
+
+async def test_memory_that_is_being_freed_is_waited_for(tiny_gguf) -> None:
+    """A model that is going takes its memory until it is gone: the load waits for that, and no other goes."""
+    file = tiny_gguf("dense")
+    need = await need_of(ModelTable(), file)
+    assert need is not None
+    models = {name: {"path": str(file)} for name in ("a", "b")}
+    settings = {"memory_aware_loading": True, "model_load_memory_margin": 0}
+    async with serving(names=("a", "b"), models=models, **settings) as scene:
+        held = True
+        scene.pool._look = lambda: FreeMemory(system_bytes=0 if held else need.total_bytes)
+        held = False
+        assert (await scene.client.post(CHAT, json=chat_body() | {"model": "a"})).status_code == 200
+        held, go_on = True, trio.Event()
+        model = scene.entry("a").model
+        real = model.unload
+
+        async def unload() -> None:
+            nonlocal held
+            await go_on.wait()
+            held = False
+            await real()
+
+        model.unload = unload
+        statuses = []
+
+        async def ask() -> None:
+            reply = await scene.client.post(CHAT, json=chat_body() | {"model": "b"})
+            statuses.append(reply.status_code)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(scene.pool.unload, scene.entry("a"))
+            await trio.sleep(0.05)
+            nursery.start_soon(ask)
+            await trio.sleep(0.2)
+            assert statuses == []
+            go_on.set()
+        assert statuses == [200]
 
 
 async def test_loads_at_once_do_not_take_the_same_room(tiny_gguf) -> None:
