@@ -29,6 +29,9 @@ START_WITHIN_S = 120.0
 _TRIES = 3  # somebody else may take the free port before the server does
 _LOOK_EVERY_S = 0.02
 _LAST_LINES = 8
+# Its threads spin for some 0.15 s behind their last graph (ggml-cpu.c: 6.5 million rounds): whoever computes
+# next would share a core with one of them. Ours end with each graph.
+SPINS_S = 0.5
 
 
 class LlamaServer:
@@ -58,6 +61,7 @@ class LlamaServer:
         began = clock()
         last = await stream_events(self.port, "/completion", body, lambda _: times.append(clock()))
         ended = clock()
+        await trio.sleep(SPINS_S)
         final = json.loads(last)
         if "timings" not in final:
             raise peer_failed(f"llama-server broke off: {last[:500].decode(errors='replace')}")
