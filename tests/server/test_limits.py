@@ -54,11 +54,17 @@ def _stalls(step: Step) -> None:
     ("make", "limit", "seconds"),
     [
         (partial(ScriptedChat, threaded=True, step_delay_s=1), "prefill_s", 0.2),
-        (partial(ScriptedChat, says="word " * 40, threaded=True, before_step=_stalls), "generation_idle_s", 0.3),
+        (
+            partial(ScriptedChat, says="word " * 40, threaded=True, before_step=_stalls),
+            "generation_idle_s",
+            0.3,
+        ),
         (SLOW, "total_s", 0.5),
     ],
 )
-async def test_a_limit_ends_the_request_and_is_named(make: Any, limit: str, seconds: float, stream: bool) -> None:
+async def test_a_limit_ends_the_request_and_is_named(
+    make: Any, limit: str, seconds: float, stream: bool
+) -> None:
     """504, or an event where the stream has begun; the place is free again."""
     async with serving(make, limits={limit: seconds}) as scene:
         began = trio.current_time()

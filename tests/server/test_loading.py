@@ -18,7 +18,7 @@ SLOW = partial(ScriptedChat, says="word " * 400, threaded=True, step_delay_s=0.0
 
 @pytest.mark.parametrize(("path", "news"), [(CHAT, ": loading\n\n"), (MESSAGES, "event: ping\n")])
 async def test_news_of_a_load_comes_before_the_first_token(path: str, news: str, monkeypatch: Any) -> None:
-    """Each of three streams hears of the one load again and again, then gets its answer; others are served."""
+    """Each of three streams hears of the one load again and again, then gets its answer."""
     monkeypatch.setattr("erllama.server.reply.LOAD_NEWS_S", 0.05)
     async with serving() as scene:
         scene.hold_load = trio.Event()

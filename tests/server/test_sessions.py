@@ -1,4 +1,4 @@
-"""Sessions over HTTP: who names one, what is held for it, when it ends, and what is told when nobody can wait."""
+"""Sessions over HTTP: who names one, what is held for it, when it ends, and what a full server says."""
 
 from __future__ import annotations
 
