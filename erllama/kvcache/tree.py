@@ -69,7 +69,7 @@ class Tree:
         return self.names.find(name)
 
     def root(self, identity: Identity) -> int | None:
-        """The root row of an identity, if it has ever had nodes."""
+        """The root row of an identity, if it has nodes."""
         return self._roots.get(identity.space)
 
     def identity(self, row: int) -> Identity:
@@ -190,7 +190,7 @@ class Tree:
             raise
 
     def remove(self, row: int) -> None:
-        """Remove a node that has neither children nor parts."""
+        """Remove a node that has neither children nor parts; the last one of an identity with its root."""
         assert self.is_leaf(row), "a node with children cannot go"
         assert not self.first_part[row], "a node with parts cannot go"
         parent = self.parent[row]
@@ -200,6 +200,9 @@ class Tree:
         self.names.remove(self.names.name(row))
         self.n_nodes -= 1
         self._free_row(row)
+        if parent in self._identities and self.is_leaf(parent):
+            del self._roots[self._identities.pop(parent).space]
+            self._free_row(parent)
 
     def set_flag(self, row: int, flag: NodeFlag, *, on: bool) -> None:
         """Set or clear one flag."""

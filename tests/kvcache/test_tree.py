@@ -180,6 +180,24 @@ def test_a_row_keeps_provenance_reason_and_flags_apart() -> None:
         assert model.tree.flags(row) == flags
 
 
+def test_an_identity_without_nodes_leaves_nothing() -> None:
+    """However many salts come and go; one that comes again starts anew."""
+    model = Model()
+    model.add(node([9]))
+    for i in range(50):
+        identity = Identity(shape_hash=b"%d" % (i % 25))
+        head = node([1, 2], identity=identity)
+        behind = node([3], head, identity=identity)
+        for meta in (head, behind):
+            model.add(meta)
+        model.remove(behind)
+        assert model.tree.root(identity) is not None
+        model.remove(head)
+        assert model.tree.root(identity) is None
+    assert [identity for _, identity in model.tree.identities()] == [IDENTITY]
+    assert len(model.tree.parent) == 6, "row 0, two roots, three nodes"
+
+
 def test_a_missing_sibling_key_changes_nothing() -> None:
     """Rule 3 of the tree: `NeedKey` names the node and leaves the tree as it was."""
     model = Model()
