@@ -75,17 +75,21 @@ class Loader:
 
     async def run(self) -> None:
         """Touch buffers until cancelled: a few of the sizes that stored files have, then what is wanted."""
-        left = min(READY_BYTES, self._catalog.arena.max_bytes // 8)
-        for size in await self._run(_file_sizes, self._catalog.tree.parts.columns()):
-            if size * N_READY <= left:
-                left -= size * N_READY
-                await self._make_ready(size, N_READY)
+        if list(self._tiers):
+            await self._make_some_ready()
         while True:
             await self._wants_more.wait()
             self._wants_more = trio.Event()
             for size, n in Counter(self._wanted).items():
                 self._wanted.subtract({size: n})
                 await self._make_ready(size, n)
+
+    async def _make_some_ready(self) -> None:
+        left = min(READY_BYTES, self._catalog.arena.max_bytes // 8)
+        for size in await self._run(_file_sizes, self._catalog.tree.parts.columns()):
+            if size * N_READY <= left:
+                left -= size * N_READY
+                await self._make_ready(size, N_READY)
 
     async def _make_ready(self, size: int, n: int) -> None:
         """Up to `n` more idle buffers that were used before: one at a time, none that others may need."""

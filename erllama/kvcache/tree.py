@@ -35,7 +35,10 @@ _COLUMN_BYTES: Final = 4 * 5 + 8 + 1
 
 
 class Tree:
-    """All nodes of all identities. Row 0 stands for none; a root row has no name and no parts."""
+    """All nodes of all identities. Row 0 stands for none; a root row has no name and no parts.
+
+    A root goes with its last node.
+    """
 
     def __init__(self) -> None:
         self.names = NameTable()
@@ -151,7 +154,7 @@ class Tree:
     # --- writing ----------------------------------------------------------------------------------
 
     def add_root(self, identity: Identity) -> int:
-        """The root row of an identity, made if new."""
+        """The root row of an identity, made if new: a node is to be inserted behind it."""
         row = self._roots.get(identity.space)
         if row is None:
             row = self._new_row()
@@ -190,7 +193,7 @@ class Tree:
             raise
 
     def remove(self, row: int) -> None:
-        """Remove a node that has neither children nor parts; the last one of an identity with its root."""
+        """Remove a node that has neither children nor parts."""
         assert self.is_leaf(row), "a node with children cannot go"
         assert not self.first_part[row], "a node with parts cannot go"
         parent = self.parent[row]
@@ -200,9 +203,13 @@ class Tree:
         self.names.remove(self.names.name(row))
         self.n_nodes -= 1
         self._free_row(row)
-        if parent in self._identities and self.is_leaf(parent):
-            del self._roots[self._identities.pop(parent).space]
-            self._free_row(parent)
+        if not self.parent[parent] and self.is_leaf(parent):
+            self._remove_root(parent)
+
+    def _remove_root(self, row: int) -> None:
+        """Clients choose salts, so identities come without end: one without nodes is forgotten."""
+        del self._roots[self._identities.pop(row).space]
+        self._free_row(row)
 
     def set_flag(self, row: int, flag: NodeFlag, *, on: bool) -> None:
         """Set or clear one flag."""

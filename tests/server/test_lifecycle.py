@@ -58,6 +58,22 @@ async def test_requests_that_come_while_a_model_loads_share_the_load():
         assert all(": loading\n\n" in r.text and sse_events(r.text)[-1] == "[DONE]" for r in told)
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+async def test_a_stream_is_told_how_far_its_load_is(path, monkeypatch):
+    """H30: until the model is there, again and again, in comments."""
+    monkeypatch.setattr("erllama.server.reply.LOAD_NEWS_S", 0.02)
+    async with serving() as scene:
+        scene.hold_load = trio.Event()
+        text = ""
+        async with scene.client.stream("POST", path, json=chat_body(stream=True, max_tokens=5)) as reply:
+            async for part in reply.aiter_text():
+                text += part
+                if text.count(": loaded 50%\n\n") >= 3:
+                    scene.hold_load.set()
+        assert text.count(": loaded 50%\n\n") >= 3
+        assert '"H' in text, "the answer follows"
+
+
 async def test_a_failed_load_reaches_each_who_waited_once_and_can_be_tried_again():
     """A typed error for a whole reply, an error event for a stream; the next request loads anew."""
     async with serving() as scene:
@@ -120,6 +136,25 @@ async def test_a_full_queue_refuses_and_a_long_wait_ends():
             await ask(2)
             assert statuses == [(429, "queue_full")]
         assert statuses[1:] == [(504, "queue_timeout"), (200, None)]
+
+
+async def test_counting_tokens_takes_nobodys_place(monkeypatch):
+    """A model whose text is only counted is free for the one who wants an answer, also without a queue."""
+    async with serving(queue={"depth": 0}, **one_lane()) as scene:
+        await scene.client.post(CHAT, json=chat_body(max_tokens=1))
+        model, may_go_on = scene.entry().model, trio.Event()
+        tokenize = model.tokenize_async
+
+        async def slow(*arguments):
+            await may_go_on.wait()
+            return await tokenize(*arguments)
+
+        monkeypatch.setattr(model, "tokenize_async", slow)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(scene.client.post, "/tokenize", json={"content": "x"}))
+            await until(lambda: scene.entry().n_inside)
+            assert (await scene.client.post(CHAT, json=chat_body(max_tokens=1))).status_code == 200
+            may_go_on.set()
 
 
 async def test_those_who_wait_are_served_in_order():
@@ -224,6 +259,47 @@ async def test_a_session_has_one_turn_at_a_time():
             assert other.status_code == 200
 
 
+async def test_a_shared_session_stays_with_its_first_turn(monkeypatch):
+    """H18: a second request that runs without the session, and whose client leaves, does not end it."""
+    async with serving(partial(SLOW, n_slots=3), session_busy="share") as scene:
+        await scene.client.post(CHAT, json=chat_body(max_tokens=1))
+        model, ended = scene.entry().model, []
+
+        async def end_session(session_id):
+            ended.append(session_id)
+
+        monkeypatch.setattr(model, "end_session", end_session)
+        header = {"x-conversation-id": "me"}
+        first = partial(scene.client.post, CHAT, json=chat_body(max_tokens=40), headers=header)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(first)
+            await until(lambda: scene.entry().n_running == 1)
+            with trio.move_on_after(0.3):
+                await scene.client.post(CHAT, json=chat_body("other", max_tokens=400), headers=header)
+        await scene.wait_idle()
+        assert ended == []
+        with trio.move_on_after(0.3):
+            await scene.client.post(CHAT, json=chat_body(max_tokens=400), headers=header)
+        await scene.wait_idle()
+        assert ended == ["me"], "its own session ends with a client that leaves"
+
+
+async def test_strangers_with_one_first_message_are_both_served():
+    """H18: what was not named is no session."""
+    async with serving(partial(SLOW, n_slots=3)) as scene:
+        await scene.client.post(CHAT, json=chat_body(max_tokens=1))
+        statuses = []
+
+        async def ask():
+            statuses.append((await scene.client.post(CHAT, json=chat_body(max_tokens=20))).status_code)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(2):
+                nursery.start_soon(ask)
+            await until(lambda: scene.entry().n_running == 2)
+        assert statuses == [200, 200]
+
+
 async def test_a_history_that_is_too_long_loses_its_oldest_turns():
     """The system message and the last question stay, and the reply says how many messages went."""
     backends = []
@@ -251,8 +327,72 @@ async def test_a_history_that_is_too_long_loses_its_oldest_turns():
         assert (one.status_code, one.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
-async def test_failures_of_the_engine_are_errors_of_the_request():
-    """A step that fails is a 500 in the dialect's shape, or an event, and the server goes on."""
+def small():
+    backend = ScriptedChat(n_ctx=1)
+    backend.n_ctx = 600
+    return backend
+
+
+HISTORY = [{"role": r, "content": f"{r} {i} " + "x" * 100} for i in range(5) for r in ("user", "assistant")]
+LONG = {"model": "fake", "messages": [*HISTORY, {"role": "user", "content": "last question"}]}
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses"])
+async def test_a_stream_tells_what_its_history_lost(path):
+    """In a header; where a load was told before, so that headers are out, in a comment before the answer."""
+    said = {"input": LONG["messages"]} if path.endswith("responses") else {"messages": LONG["messages"]}
+    limit = "max_output_tokens" if path.endswith("responses") else "max_tokens"
+    body = {"model": "fake", "stream": True, limit: 20, **said}
+    async with serving(small) as scene:
+        cold, warm = [await scene.client.post(path, json=body) for _ in range(2)]
+        dropped = int(warm.headers["x-erllama-dropped-messages"])
+        assert dropped >= 4
+        assert ": x-erllama-dropped" not in warm.text
+        assert "x-erllama-dropped-messages" not in cold.headers
+        comment = f": x-erllama-dropped-messages: {dropped}\n\n"
+        assert cold.text.count(comment) == 1
+        assert cold.text.index(comment) < cold.text.index('"H')
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_ollamas_last_object_tells_what_was_lost(streamed):
+    """It has no comments, so a field does, whole and streamed; without a loss there is none."""
+    async with serving(small) as scene:
+        for body, is_there in ((LONG, True), (chat_body(), False)):
+            reply = await scene.client.post("/api/chat", json={**body, "stream": streamed})
+            last = json.loads(reply.text.splitlines()[-1])
+            assert ("dropped_messages" in last) == is_there
+            assert not is_there or last["dropped_messages"] >= 4
+
+
+ANSWERS = {
+    CHAT: chat_body(),
+    "/v1/messages": chat_body(max_tokens=9),
+    "/v1/responses": {"model": "fake", "input": "Hello"},
+    "/api/chat": chat_body(),
+}
+
+
+def told_of_failure(path, text):
+    """The error of a reply, whole or the last event of a stream, which also checks its shape."""
+    found = json.loads([e for e in sse_events(text) or text.splitlines() if e != "[DONE]"][-1])
+    if path == "/api/chat":
+        assert found.keys() == {"error", "reason"}
+        return found["error"]
+    if path == "/v1/messages":
+        assert (found["type"], found["error"]["type"]) == ("error", "api_error")
+    elif "response" in found:
+        assert found["type"] == "response.failed"
+        return found["response"]["error"]["message"]
+    else:
+        assert found["error"].keys() == {"message", "type", "param", "code"}
+    return found["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ANSWERS)
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_failures_of_the_engine_are_errors_of_the_request(path, streamed):
+    """H46: a step that fails is a 500 in the dialect's shape, or an event, without what went wrong inside."""
     broken = True
 
     def make():
@@ -263,12 +403,50 @@ async def test_failures_of_the_engine_are_errors_of_the_request():
         return ScriptedChat(before_step=fail)
 
     async with serving(make) as scene:
-        whole = await scene.client.post(CHAT, json=chat_body())
-        assert whole.status_code == 500
+        reply = await scene.client.post(path, json=ANSWERS[path] | {"stream": streamed})
+        assert reply.status_code == (200 if streamed else 500)
+        assert told_of_failure(path, reply.text)
+        assert "secret" not in reply.text
         broken = False
         await until(lambda: not scene.entry().is_loaded)
-        assert (await scene.client.post(CHAT, json=chat_body())).status_code == 200
+        assert (await scene.client.post(path, json=ANSWERS[path])).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"content": "x"}),
+        ("/detokenize", {"tokens": [1]}),
+        ("/v1/messages/count_tokens", chat_body()),
+        ("/v1/embeddings", {"model": "fake", "input": "x"}),
+        ("/api/show", {"model": "fake"}),
+        ("/api/tags", None),
+    ],
+)
+async def test_what_nobody_expected_has_the_dialects_shape(path, body, monkeypatch, caplog):
+    """A 500 with an id, also for a page of another origin; the log has it once, the client nothing of it."""
+
+    async def fail(*arguments, **options):
+        raise RuntimeError("secret of the machine")
+
+    def fail_at_once(*arguments):
+        raise RuntimeError("secret of the machine")
+
+    for name in ("listed", "shown"):
+        monkeypatch.setattr(f"erllama.server.ollama_routes.{name}", fail_at_once)
+    page = {"origin": "https://a.example"}
+    async with serving(cors={"origins": ["https://a.example"]}) as scene:
+        monkeypatch.setattr(scene.pool, "_loaded", fail)
+        reply = await scene.client.request("POST" if body else "GET", path, json=body, headers=page)
+        assert reply.status_code == 500
+        shape = {"/v1/messages/count_tokens": "/v1/messages"}.get(path, path)
+        assert told_of_failure("/api/chat" if path.startswith("/api") else shape, reply.text)
+        assert "secret" not in reply.text
+        assert reply.headers["x-request-id"].startswith("req_")
+        assert reply.headers["access-control-allow-origin"] == "https://a.example"
         assert (await scene.client.get("/health")).status_code == 200
+    logged = [r for r in caplog.records if r.exc_info]
+    assert [r.name for r in logged] == ["erllama.server"]
 
 
 async def test_text_prompts_are_text_or_ids():
