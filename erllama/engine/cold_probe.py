@@ -9,6 +9,7 @@ bit.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from .llama_parts import PartMover
 
+log = logging.getLogger("erllama.engine")
 N_REST = 70  # more rows than the smallest piece, and no multiple of it
 SEQ_ID = SCRATCH + 1
 TRIAL = 2  # of what is tried; a verdict of another one is none
@@ -81,6 +83,7 @@ class ColdProbe:
     def _run(self) -> None:
         if not self._head:
             return  # no prompt that fits is longer than a piece: nothing is ever reused
+        log.info("trying whether exact='cold' holds here: %d tokens, twice", self._n + 1)
         memory, piece = self._context.memory, self._piece
         memory.clear(data=False)
         self._compute(0, piece)

@@ -13,6 +13,7 @@ import copy
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Never, cast
 
 import numpy as np
@@ -220,7 +221,8 @@ class Embedder:
         return int(chunk)
 
     async def _call(self) -> None:
-        progress = [(len(each.tokens), each.n_done) for each in self._waiting]
+        first = islice(self._waiting, self.facts.n_lanes)  # there may be many thousands
+        progress = [(len(each.tokens), each.n_done) for each in first]
         portions = plan_portions(progress, self.facts, self._n_most())
         inputs = [self._waiting[portion.place] for portion in portions]
         rows = [

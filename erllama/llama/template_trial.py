@@ -10,6 +10,7 @@ Run as a module, `python -m erllama.llama.template_trial FILE`, it is that child
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -29,7 +30,7 @@ log = logging.getLogger("erllama.llama")
 
 CPU_S = 4  # the largest of upstream's templates takes 0.1
 WALL_S = 120.0  # on a machine that is busy with others
-MEMORY_BYTES = 4 << 30  # of addresses; libraries and thread stacks take most of what is used
+MEMORY_BYTES = 4 << 30  # of addresses, beside those that libraries have taken
 STACK_BYTES = 4 << 20  # half of what threads have
 GOOD = "ends"
 
@@ -116,7 +117,9 @@ def main(path: str) -> int:
     live_texts()  # loads the library, before there are limits
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    with contextlib.suppress(OSError, ValueError):  # refused on macOS, and above an administrator's limit
+        most = _address_bytes() + MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
     source = Path(path).read_bytes().decode(errors="surrogatepass")
     codes = [0]
 
@@ -133,6 +136,14 @@ def main(path: str) -> int:
     thread.start()
     thread.join()
     return codes[0]
+
+
+def _address_bytes() -> int:
+    """What this process has taken so far, as libraries for GPUs do by the dozen GiB; 0 if nobody tells."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def _apply(templates: Any, inputs: dict[str, Any]) -> None:

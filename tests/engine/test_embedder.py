@@ -9,6 +9,7 @@ import pytest
 import trio
 
 from erllama.backend import EmbedResult, StepStatus
+from erllama.engine.embed_plan import Portion, plan_portions
 from erllama.errors import (
     BatchOverflow,
     ContextOverflow,
@@ -100,6 +101,21 @@ async def test_what_cannot_be_embedded_is_refused_before_anything_is_computed(
         assert (await bench.handle.embedder.embed([longest])).shape == (1, N_EMBD)
 
 
+async def test_a_call_looks_at_no_more_inputs_than_it_can_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many wait, planning one costs the same."""
+    seen: list[int] = []
+
+    def noting(inputs: Sequence[tuple[int, int]], facts: EmbeddingFacts, n_most: int) -> list[Portion]:
+        seen.append(len(inputs))
+        return plan_portions(inputs, facts, n_most)
+
+    monkeypatch.setattr("erllama.engine.embedder.plan_portions", noting)
+    async with serving(FakeBackend(embedder=fake(n_lanes=4))) as bench:
+        vectors = await bench.handle.embedder.embed([tokens(3, seed) for seed in range(50)])
+    assert all((vectors[seed] == fake_vector(tokens(3, seed), N_EMBD)).all() for seed in range(50))
+    assert seen == [4] * 12 + [2]
+
+
 async def test_clients_share_calls() -> None:
     """What waits at the same moment is computed together."""
     backend = FakeBackend(embedder=fake())
@@ -112,20 +128,20 @@ async def test_clients_share_calls() -> None:
 async def test_streams_go_on_between_calls() -> None:
     """While somebody generates, a call is no longer than a piece of a prompt, and steps come in between."""
     backend = FakeBackend(embedder=fake(n_rows=512, n_ctx=4096, n_lanes=8), n_slots=2)
-    done: list[int] = []
+    n_steps: list[int] = []  # before each call
+    backend.embedder.before_call = lambda _: n_steps.append(len(backend.steps))
     async with serving(backend, prefill_chunk_size=64) as bench:
         async with bench.stream("a prompt", max_tokens=40) as events, trio.open_nursery() as nursery:
 
             async def embed() -> None:
                 await bench.handle.embedder.embed([tokens(60, seed) for seed in range(8)])
-                done.append(len(bench.backend.steps))
 
             await anext(events)
             nursery.start_soon(embed)
             async for _ in events:
                 await trio.lowlevel.checkpoint()
         assert max(sum(len(row.tokens) for row in call) for call in backend.embedder.calls) <= 64
-        assert done
+        assert len(n_steps) == len(set(n_steps)) == 8
         await bench.wait_idle()
 
 

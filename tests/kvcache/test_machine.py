@@ -203,7 +203,9 @@ class StoreMachine(RuleBasedStateMachine):
             return
         assert found == []
         catalog = self.process.bench.store._catalog
-        rows = [row for row in catalog.tree.rows() if catalog.slot_of(row) is not None]
+        # Where a base was damaged and its process died over it, what stood beside it may be left alone.
+        bases = [row for row in catalog.tree.rows() if catalog.tree.part(row, PartKind.BASE)]
+        rows = [row for row in bases if catalog.slot_of(row) is not None]
         self.durable = {catalog.tree.names.name(row) for row in rows}
         self.settled = True
 

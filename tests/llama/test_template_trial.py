@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -80,6 +82,23 @@ def test_templates_with_recursion_that_ends_are_tried_once(name, memory, monkeyp
     check_ends(source, "build")
     with pytest.raises(TypeError):
         check_ends(source, "another build")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="addresses are limited there")
+def test_addresses_that_libraries_take_are_not_the_templates(tmp_path):
+    """A process with twice the limit in use tries a template as well as a small one."""
+    program = (
+        "import mmap, sys\n"
+        "from erllama.llama.template_trial import main\n"
+        "no_reserve = 0x4000  # linux/mman.h: MAP_NORESERVE\n"
+        "flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve\n"
+        "held = mmap.mmap(-1, 8 << 30, flags=flags)\n"
+        "sys.exit(main(sys.argv[1]))"
+    )
+    file = tmp_path / "template"
+    file.write_text("{{ messages[0].content }}")
+    assert subprocess.run([sys.executable, "-c", program, file], check=False).returncode == 0
 
 
 def test_a_text_full_of_quotes_costs_its_length():
