@@ -174,6 +174,7 @@ async def test_keys_open_the_surfaces_that_want_them():
                 assert reply.status_code == 200
         assert (await scene.client.post(OLLAMA, json=BODIES[OLLAMA])).status_code == 200
         assert (await scene.client.get("/v1/models")).status_code == 401
+        assert (await scene.client.get("/")).status_code == 200  # Ollama's clients look whether it is there
         assert (await scene.client.get("/health")).status_code == 200
 
 
@@ -243,6 +244,7 @@ async def test_metrics_count_what_happened():
         for _ in range(2):
             assert (await scene.client.post(CHAT, json=chat_body("word " * 40))).status_code == 200
         await scene.client.post(CHAT, json=chat_body() | {"model": "nobody"})
+        await until(lambda: b'status="404"' in scene.service.metrics.text())  # counted behind the last byte
         text = (await scene.client.get("/metrics")).text
     found = {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
