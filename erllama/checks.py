@@ -27,9 +27,9 @@ class Rejected(Exception):
     """Raised by a check; its text completes "expected …"."""
 
 
-def option(*, default: Any, check: Check) -> Any:
-    """A dataclass field with its check."""
-    return dataclasses.field(default=default, metadata={"check": check})
+def option(*, default: Any, check: Check, secret: bool = False) -> Any:
+    """A dataclass field with its check. A `secret` one is in no repr and no error."""
+    return dataclasses.field(default=default, repr=not secret, metadata={"check": check})
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(option,))
@@ -60,9 +60,11 @@ def options(cls: type[T]) -> type[T]:
             try:
                 accepted = field.metadata["check"](value)
             except Rejected as why:
-                raise InvalidOption(
-                    f"{cls.__name__}.{name}={value!r}: expected {why}", detail={"key": name, "value": value}
-                ) from None
+                detail: dict[str, object] = {"key": name}
+                if field.repr:
+                    detail["value"] = value
+                shown = f"={value!r}" if field.repr else ""
+                raise InvalidOption(f"{cls.__name__}.{name}{shown}: expected {why}", detail=detail) from None
             object.__setattr__(self, name, accepted)
         together = getattr(self, "check_together", None)
         if together is not None:

@@ -279,5 +279,5 @@ class EngineConfig:
     writer_max_concurrent: int = option(default=2, check=integer(1, 64))
     evict_save_timeout_s: float = option(default=30.0, check=number(0))
     chat_cache_size: int = option(default=8, check=integer(1, 4096))
-    thinking_signing_key: bytes | None = option(default=None, check=optional(binary))
+    thinking_signing_key: bytes | None = option(default=None, check=optional(binary), secret=True)
     middleware: Sequence[Callable[..., Any]] = option(default=(), check=functions)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from erllama.errors import (
     AuthenticationFailed,
@@ -14,16 +14,22 @@ from erllama.errors import (
     RequestError,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Container
+
 Surface = Literal["openai", "anthropic", "ollama"]
 
+ANTHROPIC_HEADER = "anthropic-version"  # which its clients send with every request
 # docs.anthropic.com, "Errors": 529 is overloaded_error; it is no status of HTTP's own.
 ANTHROPIC_OVERLOADED = 529
 BUSY_REASONS = ("sticky_busy", "seq_capacity", "queue_full", "shutting_down", "model_loading")
 
 
-def surface_of(path: str) -> Surface:
-    """Whose path this is."""
+def surface_of(path: str, headers: Container[str] = ()) -> Surface:
+    """Whose path this is; models are asked for at the same one by OpenAI's clients and Anthropic's."""
     if path == "/v1/messages" or path.startswith("/v1/messages/"):
+        return "anthropic"
+    if (path == "/v1/models" or path.startswith("/v1/models/")) and ANTHROPIC_HEADER in headers:
         return "anthropic"
     if path == "/api" or path.startswith("/api/"):
         return "ollama"

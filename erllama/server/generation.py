@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import trio
 
-from erllama import Done, ThinkingEnd, Token, TokenId, ToolCallDelta
+from erllama import Done, Thinking, ThinkingEnd, Token, TokenId, ToolCallDelta
 from erllama.errors import ContextOverflow, EngineUnresponsive, InvalidContent, NotSupported, StickyBusy
 from erllama.runtime.checking import RequestChecks
 
@@ -89,6 +89,8 @@ class Answer:
         self._one_call = one_call
         self.completion: Completion | None = None
         self.signature = b""  # of the last thinking block
+        self.n_reasoning = 0  # tokens whose text was thinking
+        self._n_textless = 0  # tokens whose text has not been seen yet
         self._events = events
         self._scope = scope
         self._limit = "prefill_s"
@@ -141,17 +143,26 @@ class Answer:
             self._has_begun = True
             for event in events:
                 # Most events are of these two kinds, so they are told apart without a call.
-                if type(event) is Token or (
-                    event.logprob is not None if isinstance(event, TokenId) else self._is_shown(event)
-                ):
-                    shown.append(event)  # noqa: PERF401  # `_is_shown` takes notes
+                if type(event) is Token:
+                    self._n_textless = 0
+                elif isinstance(event, TokenId):
+                    self._n_textless += 1
+                    if event.logprob is None:
+                        continue
+                elif not self._is_shown(event):
+                    continue
+                shown.append(event)
         return shown
 
     def _is_shown(self, event: Event) -> bool:
         match event:
             case Done(completion):
                 self.completion = _with_one_call(completion) if self._one_call else completion
+            case Thinking():
+                self.n_reasoning += self._n_textless
+                self._n_textless = 0
             case ToolCallDelta(index=index):
+                self._n_textless = 0
                 return not (index and self._one_call)
             case ThinkingEnd(signature):
                 self.signature = signature

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 access = logging.getLogger("erllama.access")
 log = logging.getLogger("erllama.server")
 
-OPEN_PATHS = ("/health", "/health/ready", "/metrics", "/docs", "/openapi.json", "/api/version")
+OPEN_PATHS = ("/", "/health", "/health/ready", "/metrics", "/docs", "/openapi.json", "/api/version")
 SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _numbers = itertools.count(1)
 
@@ -64,10 +64,11 @@ class Recorder:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(self._header, "")
+        headers = Headers(scope=scope)
+        given = headers.get(self._header, "")
         record = scope[KEY] = Record(
             request_id=given if SAFE_ID.fullmatch(given) else f"req_{next(_numbers)}",
-            surface=surface_of(scope["path"]),
+            surface=surface_of(scope["path"], headers),
             method=scope["method"],
             path=scope["path"],
             started=time.monotonic(),
@@ -79,10 +80,10 @@ class Recorder:
             nonlocal is_complete
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers[self._header] = record.request_id
+                sent = MutableHeaders(scope=message)
+                sent[self._header] = record.request_id
                 if record.surface == "anthropic":
-                    headers["request-id"] = record.request_id  # where its SDK looks
+                    sent["request-id"] = record.request_id  # where its SDK looks
             await send(message)
             is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
 

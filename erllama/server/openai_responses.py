@@ -124,7 +124,9 @@ class ResponsesReply:
 
     # --- the response object ---
 
-    def _response(self, status: str, completion: Completion | None = None) -> dict[str, Any]:
+    def _response(
+        self, status: str, completion: Completion | None = None, n_reasoning: int = 0
+    ) -> dict[str, Any]:
         body = self._body
         cut = completion is not None and completion.finish_reason == "length"
         return {
@@ -147,7 +149,7 @@ class ResponsesReply:
             "tools": body.tools or [],
             "text": _told_text(body.text),
             "truncation": body.truncation,
-            "usage": None if completion is None else _usage(completion),
+            "usage": None if completion is None else _usage(completion, n_reasoning),
         }
 
     def _output(self) -> list[dict[str, Any]]:
@@ -165,7 +167,7 @@ class ResponsesReply:
         for call in message.tool_calls:
             self._items.append(_call(call.id, call.name, call.arguments_json))
         self._keep(completion)
-        return self._response(_status(completion), completion)
+        return self._response(_status(completion), completion, answer.n_reasoning)
 
     def _keep(self, completion: Completion) -> None:
         if self._body.store is False or completion.message is None:
@@ -285,7 +287,8 @@ class ResponsesReply:
             frames += self._open("message", _message("")) + self._close()
         self._keep(completion)
         status = _status(completion)
-        return frames + self._event(f"response.{status}", response=self._response(status, completion))
+        response = self._response(status, completion, answer.n_reasoning)
+        return frames + self._event(f"response.{status}", response=response)
 
     def failed(self, error: ErllamaError, request_id: str) -> bytes:
         """The response, failed."""
@@ -306,14 +309,14 @@ def _status(completion: Completion) -> str:
     return "incomplete" if completion.finish_reason == "length" else "completed"
 
 
-def _usage(completion: Completion) -> dict[str, Any]:
+def _usage(completion: Completion, n_reasoning: int) -> dict[str, Any]:
     stats = completion.stats
     n_kept = min(completion.cache_delta.created, stats.n_prompt - stats.n_cached)
     return {
         "input_tokens": stats.n_prompt,
         "input_tokens_details": {"cached_tokens": stats.n_cached, "cache_write_tokens": n_kept},
         "output_tokens": stats.n_generated,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": n_reasoning},
         "total_tokens": stats.n_prompt + stats.n_generated,
     }
 

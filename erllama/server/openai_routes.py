@@ -19,9 +19,9 @@ from .presence import while_present
 from .record import record_of
 from .reply import AnswerReply
 from .service import session_of
+from .stable import stable_messages
 
 if TYPE_CHECKING:
-    from .registry import Spec
     from .service import Service
 
 EPOCH = "1970-01-01T00:00:00Z"
@@ -31,7 +31,7 @@ def openai_routes(service: Service) -> APIRouter:
     """The router."""
     router = APIRouter(tags=["OpenAI"])
     limits = service.settings.limits
-    threads = Threads(limits.max_kept_conversations_bytes)
+    threads, stable = Threads(limits.max_kept_conversations_bytes), service.settings.stable_prompts
 
     @router.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
@@ -68,28 +68,29 @@ def openai_routes(service: Service) -> APIRouter:
     async def list_models(request: Request) -> JSONResponse:
         """Models that can be asked, in the shape that the client's SDK reads."""
         specs = service.pool.resolver.specs()
-        if "anthropic-version" in request.headers:
-            data = [
-                {"type": "model", "id": s.name, "display_name": s.name, "created_at": EPOCH} for s in specs
-            ]
+        data = [_model(spec.name, request) for spec in specs]
+        if record_of(request.scope).surface == "anthropic":
             ends = {"first_id": specs[0].name, "last_id": specs[-1].name}
             return JSONResponse({"data": data, "has_more": False, **ends})
-        return JSONResponse({"object": "list", "data": [_model(s) for s in specs]})
+        return JSONResponse({"object": "list", "data": data})
 
     @router.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> JSONResponse:
+    async def one_model(name: str, request: Request) -> JSONResponse:
         """One of them, also by an alias, which then is its id."""
-        return JSONResponse({**_model(service.pool.resolver.resolve(name)), "id": name})
+        service.pool.resolver.resolve(name)
+        return JSONResponse(_model(name, request))
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> JSONResponse:
         """Token ids of a text or a conversation."""
         if (body.content is None) == (body.messages is None):
             raise InvalidOption("give content or messages", detail={"key": "content"})
+        check_count("messages", body.messages, limits.max_messages)
+        check_count("tools", body.tools, limits.max_tools)
         async with service.reading(body.model) as lease:
             if body.messages is not None:
-                check_count("messages", body.messages, limits.max_messages)
-                said = await service.generator.spoken(lease.model, body.messages)
+                said, _ = stable_messages(body.messages) if stable else (body.messages, ())
+                said = await service.generator.spoken(lease.model, said)
                 ids = await lease.model.render_chat_template(said, tools=body.tools)
             else:
                 assert body.content is not None
@@ -106,5 +107,7 @@ def openai_routes(service: Service) -> APIRouter:
     return router
 
 
-def _model(spec: Spec) -> dict[str, Any]:
-    return {"id": spec.name, "object": "model", "created": 0, "owned_by": "erllama"}
+def _model(name: str, request: Request) -> dict[str, Any]:
+    if record_of(request.scope).surface == "anthropic":
+        return {"type": "model", "id": name, "display_name": name, "created_at": EPOCH}
+    return {"id": name, "object": "model", "created": 0, "owned_by": "erllama"}

@@ -269,9 +269,9 @@ class Pool:
             self._n_loads += 1
         except ErllamaError as why:
             loading.error = why
-        except Exception as why:
+        except Exception:
             log.exception("loading %s failed", entry.spec.name)
-            loading.error = LoadFailed(f"loading {entry.spec.name!r} failed: {why}")
+            loading.error = LoadFailed(f"loading {entry.spec.name!r} failed; the server's log has it")
         finally:
             entry.loading = None
             if loading.error is not None:
@@ -381,8 +381,6 @@ def loader(engine: erllama.Engine, *, tier: str, policy: erllama.SavePolicy) -> 
             await old.wait_closed()
             await trio.lowlevel.checkpoint()
         file = await spec.find_file(progress)
-        template = spec.table.chat_template_file
-        text = None if template is None else await trio.Path(template).read_text(encoding="utf-8")
         return await engine.load_model(
             file,
             model_id=spec.name,
@@ -390,10 +388,21 @@ def loader(engine: erllama.Engine, *, tier: str, policy: erllama.SavePolicy) -> 
             context=await context_of(spec.table, file),
             policy=policy,
             tier=tier,
-            chat_template=text,
+            chat_template=await _template(spec),
             progress=progress,
             exact=spec.table.exact,
             deterministic=spec.table.deterministic,
         )
 
     return load
+
+
+async def _template(spec: Spec) -> str | None:
+    """The text of the file that the settings name. Raises: `LoadFailed`, without its path."""
+    if spec.table.chat_template_file is None:
+        return None
+    try:
+        return await trio.Path(spec.table.chat_template_file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as why:
+        log.error("models.%s.chat_template_file: %s", spec.name, why)
+        raise LoadFailed(f"the file with the chat template of {spec.name!r} cannot be read") from None

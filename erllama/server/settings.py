@@ -73,10 +73,10 @@ class ListenTable(_Table):
 class AuthTable(_Table):
     """API keys that each surface takes; none: it is open. `thinking_signing_key` signs blocks of thinking."""
 
-    openai: tuple[str, ...] = ()
-    anthropic: tuple[str, ...] = ()
-    ollama: tuple[str, ...] = ()
-    thinking_signing_key: str = ""
+    openai: tuple[str, ...] = Field(default=(), repr=False)
+    anthropic: tuple[str, ...] = Field(default=(), repr=False)
+    ollama: tuple[str, ...] = Field(default=(), repr=False)
+    thinking_signing_key: str = Field(default="", repr=False)
 
 
 class CorsTable(_Table):
@@ -213,4 +213,7 @@ def _invalid(why: ValidationError) -> InvalidConfig:
     first = why.errors(include_url=False, include_context=False)[0]
     key = ".".join(map(str, first["loc"]))
     message = "there is no such setting" if first["type"] == "extra_forbidden" else first["msg"]
-    return InvalidConfig(f"{key}: {message}", detail={"key": key, "value": first["input"]})
+    is_secret = first["loc"][:1] == ("auth",)  # and errors are logged
+    return InvalidConfig(
+        f"{key}: {message}", detail={"key": key} if is_secret else {"key": key, "value": first["input"]}
+    )

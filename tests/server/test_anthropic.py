@@ -246,3 +246,49 @@ async def test_one_call_for_those_who_want_one():
         for reply in (whole, streamed):
             assert [b.input for b in reply.content] == [{"city": "Paris"}]
             assert reply.stop_reason == "tool_use"
+
+
+async def test_models_are_told_in_anthropics_shape_and_under_its_keys():
+    """Listed and one by one, also by an alias; OpenAI's clients get theirs at the same paths."""
+    auth = {"anthropic": ["a"], "openai": ["o"]}
+    async with serving(auth=auth, aliases={"other": "fake"}) as scene:
+        async with anthropic.AsyncAnthropic(base_url=scene.url, api_key="a", max_retries=0) as client:
+            assert [(m.id, m.type) async for m in client.models.list()] == [("fake", "model")]
+            for name in ("fake", "other"):
+                model = await client.models.retrieve(name)
+                assert (model.id, model.type, model.display_name) == (name, "model", name)
+                assert model.created_at.year == 1970
+            with pytest.raises(anthropic.NotFoundError) as missing:
+                await client.models.retrieve("nobody")
+            assert missing.value.body["error"]["type"] == "not_found_error"
+        async with anthropic.AsyncAnthropic(base_url=scene.url, api_key="o", max_retries=0) as client:
+            with pytest.raises(anthropic.AuthenticationError):
+                await client.models.retrieve("fake")
+        for key, status in (("o", 200), ("a", 401)):
+            bearer = {"authorization": f"Bearer {key}"}
+            reply = await scene.client.get("/v1/models/fake", headers=bearer)
+            assert reply.status_code == status
+            assert ("owned_by" in reply.json()) == (status == 200)
+
+
+async def test_a_call_comes_in_pieces_and_a_cut_one_is_no_use():
+    """H14: several input_json_delta make the arguments; cut off they make none, and it says max_tokens."""
+    async with serving(partial(ScriptedChat, says=CALL)) as scene:
+        for limit, reason in ((400, "tool_use"), (len(CALL) - 20, "max_tokens")):
+            body = {"model": "fake", "messages": HELLO, "tools": TOOLS, "max_tokens": limit}
+            whole = (await scene.client.post("/v1/messages", json=body)).json()
+            assert whole["stop_reason"] == reason
+            calls = [block["input"] for block in whole["content"] if block["type"] == "tool_use"]
+            assert calls == ([{"city": "Paris"}] if reason == "tool_use" else [])
+            reply = await scene.client.post("/v1/messages", json={**body, "stream": True})
+            events = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: ")]
+            deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+            pieces = [d["partial_json"] for d in deltas if d["type"] == "input_json_delta"]
+            assert len(pieces) > 1
+            (end,) = [event["delta"] for event in events if event["type"] == "message_delta"]
+            assert end["stop_reason"] == reason
+            if reason == "tool_use":
+                assert json.loads("".join(pieces)) == {"city": "Paris"}
+            else:
+                with pytest.raises(ValueError, match=r"Unterminated|Expecting|delimiter"):
+                    json.loads("".join(pieces))

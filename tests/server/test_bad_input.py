@@ -240,6 +240,7 @@ async def test_keys_open_the_surfaces_that_want_them():
                 assert reply.status_code == 200
         assert (await scene.client.post(OLLAMA, json=BODIES[OLLAMA])).status_code == 200
         assert (await scene.client.get("/v1/models")).status_code == 401
+        assert (await scene.client.get("/")).status_code == 200  # Ollama's clients look whether it is there
         assert (await scene.client.get("/health")).status_code == 200
 
 

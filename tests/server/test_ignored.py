@@ -128,3 +128,17 @@ async def test_truncation_decides_whether_a_history_is_cut():
             reply = await scene.client.post(RESPONSES, json={**body, "truncation": truncation})
             assert reply.status_code == status, reply.text
             assert ("x-erllama-dropped-messages" in reply.headers) == (status == 200)
+
+
+async def test_messages_are_tokenized_as_a_chat_renders_them():
+    """Without the lines that are taken out of its head; and with the limits of a chat."""
+    billing = "x-anthropic-billing-header: cc_version=2.1; cch=01;"
+    messages = [{"role": "system", "content": f"{billing}\nBe kind."}, *HELLO]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    async with serving(limits={"max_tools": 1}) as scene:
+        body = {"model": "fake", "messages": messages, "tools": [tool]}
+        usage = (await scene.client.post(CHAT, json=body)).json()["usage"]
+        tokens = (await scene.client.post("/tokenize", json=body)).json()["tokens"]
+        assert len(tokens) == usage["prompt_tokens"]
+        assert "billing" not in scene.backends["fake"].prompts[0]
+        assert (await scene.client.post("/tokenize", json=body | {"tools": [tool, tool]})).status_code == 400

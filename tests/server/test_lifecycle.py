@@ -465,6 +465,35 @@ async def test_text_prompts_are_text_or_ids():
         assert back.json() == {"content": "abc"}
 
 
+async def test_a_load_that_fails_tells_no_paths(caplog):
+    """Whatever it raises; the log has it."""
+    async with serving() as scene:
+
+        async def fail(spec, progress):
+            raise FileNotFoundError(2, "No such file", "/home/secret/model.gguf")
+
+        scene.pool._load = fail
+        reply = await scene.client.post(CHAT, json=chat_body())
+        assert (reply.status_code, reply.json()["error"]["code"]) == (500, "load_failed")
+        assert "secret" not in reply.text
+    assert "/home/secret/model.gguf" in caplog.text
+
+
+@pytest.mark.parametrize("raw", [None, b"\xff"])
+async def test_a_template_that_cannot_be_read_fails_the_load(raw, tmp_path, caplog):
+    """Its file is not there, or is no text: typed, named in the log only."""
+    file = tmp_path / "secret.jinja"
+    if raw is not None:
+        file.write_bytes(raw)
+    async with erllama.open_engine() as engine:
+        models = {"m": {"path": "m.gguf", "chat_template_file": str(file)}}
+        (spec,) = ConfiguredModels(make_settings({"models": models})).specs()
+        with pytest.raises(LoadFailed, match="template") as failed:
+            await loader(engine, tier="ram", policy=erllama.SavePolicy())(spec, lambda _: None)
+        assert "secret" not in str(failed.value)
+    assert "models.m.chat_template_file" in caplog.text
+
+
 @pytest.mark.parametrize("crashed", [False, True])
 async def test_a_model_that_is_still_being_freed_is_waited_for(crashed):
     """One that ended by itself keeps its name until it has saved and freed everything: then it is loaded."""

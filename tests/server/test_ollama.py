@@ -339,3 +339,24 @@ async def test_the_official_client_gets_calls_and_thinking(streamed):
         again = await client.chat(model="fake", messages=[*HELLO, asked, result], tools=TOOLS)
         assert again.prompt_eval_count > parts[-1].prompt_eval_count
         await client._client.aclose()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_reused_tokens_are_a_part_of_the_prompt(streamed):
+    """X9: the second time nearly all of it, and the prompt is as long as before."""
+    async with serving() as scene:
+        body = {"model": "fake", "messages": HELLO, "stream": streamed}
+        replies = [await scene.client.post("/api/chat", json=body) for _ in range(2)]
+        first, second = (json.loads(reply.text.splitlines()[-1]) for reply in replies)
+        assert first["prompt_eval_cached_count"] == 0
+        assert second["prompt_eval_count"] == first["prompt_eval_count"]
+        assert second["prompt_eval_cached_count"] == second["prompt_eval_count"] - 1
+
+
+async def test_half_a_call_is_none():
+    """Where the limit of tokens cuts it off, there is none in the whole reply either."""
+    async with serving(partial(ScriptedChat, says=CALL)) as scene:
+        options = {"num_predict": len(CALL) - 20}
+        body = {"model": "fake", "messages": HELLO, "tools": TOOLS, "stream": False, "options": options}
+        reply = (await scene.client.post("/api/chat", json=body)).json()
+        assert (reply["done_reason"], "tool_calls" in reply["message"]) == ("length", False)

@@ -128,3 +128,19 @@ async def test_a_stream_that_fails_has_begun(error, code):
         async with client, client.responses.stream(model="fake", input="Hi") as stream:
             last = [event async for event in stream][-1]
         assert (last.type, last.response.error.message) == ("response.failed", "no such luck")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_tokens_of_thinking_are_counted(streamed):
+    """Those between the markers, a part of the output; none where nothing was thought."""
+    thought = "\nLet me think.\n"
+    for says, least, most in (
+        (f"<think>{thought}</think>\n\nHello.", len(thought.strip()), len(f"<think>{thought}</think>")),
+        ("Hello.", 0, 0),
+    ):
+        async with serving(partial(ScriptedChat, says=says)) as scene:
+            reply = await scene.client.post(RESPONSES, json=body(stream=streamed))
+            response = events_of(reply.text)[-1]["response"] if streamed else reply.json()
+            usage = response["usage"]
+            assert least <= usage["output_tokens_details"]["reasoning_tokens"] <= most
+            assert usage["output_tokens"] >= len(says)
