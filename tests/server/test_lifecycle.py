@@ -65,9 +65,7 @@ async def test_a_stream_is_told_how_far_its_load_is(path, monkeypatch):
     async with serving() as scene:
         scene.hold_load = trio.Event()
         text = ""
-        async with scene.client.stream(
-            "POST", path, json=chat_body(stream=True, max_tokens=5)
-        ) as reply:
+        async with scene.client.stream("POST", path, json=chat_body(stream=True, max_tokens=5)) as reply:
             async for part in reply.aiter_text():
                 text += part
                 if text.count(": loaded 50%\n\n") >= 3:
