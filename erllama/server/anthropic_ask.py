@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from erllama.errors import InvalidContent
 
+from .anthropic_body import ThinkingOption
 from .body import check_count, given, ignored_note, refuse
 from .generation import Ask
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .anthropic_body import CountBody, MessagesBody
+    from .anthropic_body import CountBody, MessagesBody, ToolChoice
     from .settings import LimitsTable
 
 CALL_PREFIX = "toolu_"
@@ -45,28 +46,30 @@ def messages_ask(body: MessagesBody, limits: LimitsTable, session_id: str | None
                 "top_p": body.top_p,
                 "top_k": body.top_k,
                 "stop": body.stop_sequences,
-                "thinking_budget_tokens": thinking.get("budget_tokens"),
+                "thinking_budget_tokens": thinking.budget_tokens,
             }
         ),
         session_id=session_id or (user if isinstance(user, str) and user else None),
-        notes=ignored_note([name for name in NO_EFFECT if getattr(body, name) is not None]),
+        notes=ignored_note(_ignored(body)),
     )
+
+
+def _ignored(body: MessagesBody) -> list[str]:
+    names = [name for name in NO_EFFECT if getattr(body, name) is not None]
+    if body.output_config is not None and body.output_config.task_budget is not None:
+        names.append("output_config.task_budget")
+    return names
 
 
 def wants_thinking(body: CountBody) -> bool:
     """Whether thinking is to be told."""
     thinking = _thinking(body)
-    return thinking["type"] != "disabled" and thinking.get("display") != "omitted"
+    return thinking.type != "disabled" and thinking.display != "omitted"
 
 
-def _thinking(body: CountBody) -> dict[str, Any]:
-    thinking = body.thinking or {"type": "disabled"}
-    if thinking.get("type") not in ("enabled", "adaptive", "disabled"):
-        raise refuse("thinking.type", "enabled, adaptive or disabled")
-    budget = thinking.get("budget_tokens")
-    if thinking["type"] == "enabled" and (
-        not isinstance(budget, int) or isinstance(budget, bool) or budget < 1
-    ):
+def _thinking(body: CountBody) -> ThinkingOption:
+    thinking = body.thinking or ThinkingOption(type="disabled")
+    if thinking.type == "enabled" and thinking.budget_tokens is None:
         raise refuse("thinking.budget_tokens", "a number of tokens above 0")
     return thinking
 
@@ -86,18 +89,18 @@ def conversation(body: CountBody, limits: LimitsTable) -> list[dict[str, Any]]:
 
 def chat_options(body: CountBody) -> dict[str, Any]:
     """Options of `Model.chat`."""
-    choice = body.tool_choice or {}
+    choice = body.tool_choice
     tools = [_tool(tool, i) for i, tool in enumerate(body.tools or ())]
-    parallel = False if choice.get("disable_parallel_tool_use") else None
-    effort = EFFORTS.get(str((body.output_config or {}).get("effort")))
+    parallel = False if choice is not None and choice.disable_parallel_tool_use else None
+    effort = None if body.output_config is None else body.output_config.effort
     return given(
         {
             "tools": tools or None,
-            "tool_choice": _choice(choice) if tools else None,
+            "tool_choice": _choice(choice),
             "parallel_tool_calls": parallel,
             "response_format": _format(body),
-            "reasoning": "off" if _thinking(body)["type"] == "disabled" else None,
-            "template_kwargs": None if effort is None else {"reasoning_effort": effort},
+            "reasoning": "off" if _thinking(body).type == "disabled" else None,
+            "template_kwargs": None if effort is None else {"reasoning_effort": EFFORTS[effort]},
         }
     )
 
@@ -114,25 +117,19 @@ def _tool(tool: Mapping[str, Any], i: int) -> dict[str, Any]:
     return {"type": "function", "function": given(function)}
 
 
-def _choice(choice: Mapping[str, Any]) -> str | dict[str, Any] | None:
-    match choice.get("type"):
-        case None:
-            return None
-        case "auto" | "none" as kind:
-            return str(kind)
-        case "any":
-            return "required"
-        case "tool":
-            return {"type": "function", "function": {"name": choice.get("name")}}
-        case other:
-            raise refuse("tool_choice.type", f"auto, any, tool or none, not {other!r}")
+def _choice(choice: ToolChoice | None) -> str | dict[str, Any] | None:
+    if choice is None:
+        return None
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": choice.name}}
+    return "required" if choice.type == "any" else choice.type
 
 
 def _format(body: CountBody) -> dict[str, Any] | None:
-    found = (body.output_config or {}).get("format") or body.output_format
+    found = (body.output_config and body.output_config.format) or body.output_format
     if found is None:
         return None
-    if not isinstance(found, dict) or found.get("type") != "json_schema":
+    if found.get("type") != "json_schema":
         raise refuse("output_config.format", "a JSON schema: {type: json_schema, schema: …}")
     return {"type": "json_schema", "json_schema": {"schema": found.get("schema")}}
 

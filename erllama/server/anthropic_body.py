@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
 from .body import Strict
+
+
+class ThinkingOption(Strict):
+    """`thinking`."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = Field(default=None, ge=1, strict=True)
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class ToolChoice(Strict):
+    """`tool_choice`."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class OutputConfig(Strict):
+    """`output_config`."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: dict[str, Any] | None = None
+    task_budget: dict[str, Any] | None = None
 
 
 class CountBody(Strict):
@@ -16,9 +40,9 @@ class CountBody(Strict):
     messages: list[dict[str, Any]] = Field(min_length=1)
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingOption | None = None
+    output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = None
     cache_control: dict[str, Any] | None = None
     context_management: dict[str, Any] | None = None

@@ -14,6 +14,7 @@ from erllama.errors import ErllamaError, InvalidContent, RequestError
 from .anthropic_routes import anthropic_routes
 from .body import validation_error
 from .document import openapi_of
+from .failures import as_error
 from .health_routes import health_routes
 from .middleware import Cors, Gate, Recorder, refusal
 from .ollama_routes import ollama_routes
@@ -42,6 +43,7 @@ def make_routes(service: Service) -> FastAPI:
     app.add_exception_handler(ErllamaError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _not_served)
+    app.add_exception_handler(Exception, _failed)
     return app
 
 
@@ -60,6 +62,11 @@ def with_middleware(app: ASGIApp, service: Service) -> ASGIApp:
 def _refused(request: Request, failure: Exception) -> Response:
     assert isinstance(failure, ErllamaError)
     return refusal(request.scope, failure)
+
+
+def _failed(request: Request, failure: Exception) -> Response:
+    """What nobody expected: Starlette raises it again once this is sent, and the recorder logs it."""
+    return refusal(request.scope, as_error(failure))
 
 
 def _invalid(request: Request, failure: Exception) -> Response:

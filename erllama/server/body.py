@@ -28,8 +28,12 @@ class Lenient(BaseModel):
 
 def ignored_note(names: Sequence[str]) -> tuple[str, ...]:
     """The header that says which fields had no effect."""
-    shown = ", ".join(name for name in sorted(names) if name.isascii() and name.isidentifier())[:400]
+    shown = ", ".join(name for name in sorted(names) if _is_plain(name))[:400]
     return (f"x-erllama-ignored: {shown}",) if shown else ()
+
+
+def _is_plain(name: str) -> bool:
+    return name.isascii() and all(part.isidentifier() for part in name.split("."))
 
 
 def given(values: Mapping[str, Any]) -> dict[str, Any]:

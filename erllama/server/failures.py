@@ -7,6 +7,7 @@ from typing import Any, Literal
 from erllama.errors import (
     AuthenticationFailed,
     BodyTooLarge,
+    EngineError,
     ErllamaError,
     ModelNotFound,
     Overloaded,
@@ -31,6 +32,8 @@ def surface_of(path: str) -> Surface:
 
 def as_error(failure: BaseException) -> ErllamaError:
     """What a client is told about any failure; what is not ours to tell stays in the log."""
+    if isinstance(failure, EngineError) and isinstance(failure.detail, dict) and "crash" in failure.detail:
+        return EngineError("the model's engine failed; the server's log has it", reason=failure.reason)
     if isinstance(failure, ErllamaError):
         return failure
     if isinstance(failure, BaseExceptionGroup) and len(failure.exceptions) == 1:

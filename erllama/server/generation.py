@@ -20,13 +20,14 @@ from .fit import without_oldest
 from .late_system import PROBE, is_taken, needs_care, with_reminders
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Hashable, Mapping
+    from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from erllama import Completion, Event, Model
     from erllama.engine.request import EventStream
+    from erllama.middleware import Middleware
 
-    from .metrics import Metrics
+    from .metrics import Metrics, Op
     from .pool import Lease, Loading, Pool
     from .settings import LimitsTable, Settings
 
@@ -239,10 +240,12 @@ class Generator:
             if asked.messages is not None:
                 asked = dataclasses.replace(asked, messages=await self.spoken(lease.model, asked.messages))
             started, ask, n_cut = trio.current_time(), asked, 0
+            held = asked.session_id is not None and lease.model.handle.actor.holds(asked.session_id)
+            watch = (self._metrics.watch_chat,)
             while True:
                 try:
                     with trio.fail_after(limits.engine_call_s):
-                        events = await stack.enter_async_context(_stream(lease.model, ask))
+                        events = await stack.enter_async_context(_stream(lease.model, ask, watch))
                     break
                 except trio.TooSlowError:
                     raise EngineUnresponsive(
@@ -262,7 +265,8 @@ class Generator:
                         ask = self._shorter(ask, why)
                     else:
                         ask, n_cut = await _cut(lease.model, ask, why)
-            self._admitted(lease, trio.current_time() - started)
+            op: Op = "continue" if held and ask.session_id is not None else "infer"
+            self._admitted(lease, op, trio.current_time() - started)
             scope = trio.CancelScope()
             answer = Answer(
                 lease,
@@ -292,8 +296,8 @@ class Generator:
             self._takes_late[model] = taken
         return messages if taken else with_reminders(messages)
 
-    def _admitted(self, lease: Lease, seconds: float) -> None:
-        self._metrics.admitted("infer", seconds)
+    def _admitted(self, lease: Lease, op: Op, seconds: float) -> None:
+        self._metrics.admitted(op, seconds)
         if seconds >= SLOW_ADMISSION_S:
             log.warning("handing a request to %s took %.1f s", lease.model.model_id, seconds)
 
@@ -335,7 +339,8 @@ async def _cut(model: Model, ask: Ask, why: ContextOverflow) -> tuple[Ask, int]:
     )
 
 
-def _stream(model: Model, ask: Ask) -> AbstractAsyncContextManager[EventStream]:
+def _stream(model: Model, ask: Ask, watch: Sequence[Middleware]) -> AbstractAsyncContextManager[EventStream]:
+    """`watch`: middleware of chats; a prompt that is text or ids is not rendered."""
     # Those who wait for a sequence do so in the pool's queue; what is left is the step in which one ends.
     options: dict[str, Any] = {
         **ask.generation,
@@ -344,6 +349,6 @@ def _stream(model: Model, ask: Ask) -> AbstractAsyncContextManager[EventStream]:
         "on_full": "block",
     }
     if ask.messages is not None:
-        return model.chat_stream(ask.messages, **ask.chat, **options)
+        return model.chat_stream(ask.messages, **ask.chat, **options, middleware=watch)
     assert ask.prompt is not None, "an ask has messages or a prompt"
     return model.stream(ask.prompt, **options)

@@ -73,7 +73,10 @@ class Recorder:
             started=time.monotonic(),
         )
 
+        is_complete = False
+
         async def send_with_id(message: Message) -> None:
+            nonlocal is_complete
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 headers = MutableHeaders(scope=message)
@@ -81,14 +84,17 @@ class Recorder:
                 if record.surface == "anthropic":
                     headers["request-id"] = record.request_id  # where its SDK looks
             await send(message)
+            is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as failure:
             log.exception("request %s failed", record.request_id)
-            if record.status:
+            if not record.status:
+                await refusal(scope, as_error(failure))(scope, receive, send_with_id)
+            elif not is_complete:
                 raise  # the reply has begun; the server closes the connection
-            await refusal(scope, as_error(failure))(scope, receive, send_with_id)
+            # else a handler of the application has answered, and raised it again
         finally:
             self._write(record, scope)
 

@@ -41,8 +41,9 @@ def generate_ask(body: GenerateBody, session_id: str | None) -> Ask:
 
 
 def _plain(body: GenerateBody, generation: Mapping[str, Any]) -> Plain:
-    schema = body.format if isinstance(body.format, dict) else {"type": "object"}
-    schema = None if _format(body.format) is None else schema
+    schema: dict[str, Any] | None = body.format if isinstance(body.format, dict) else {"type": "object"}
+    if _format(body.format) is None:
+        schema = None
     prompt = f"{body.system}\n\n{body.prompt}" if body.system else body.prompt
     return Plain(prompt, given({**generation, "json_schema": schema}))
 
@@ -61,6 +62,8 @@ def chat_ask(body: OllamaChatBody, limits: LimitsTable, session_id: str | None) 
 def _shared(body: Asked, session_id: str | None) -> dict[str, Any]:
     options = body.options
     extra = [*(body.model_extra or ()), *((options.model_extra or ()) if options else ())]
+    if body.think is not None and getattr(body, "raw", False):
+        extra.append("think")
     generation = _generation(options)
     if body.logprobs:
         generation["logprobs"] = body.top_logprobs or 0

@@ -138,6 +138,7 @@ class OllamaReply:
 
     def _ending(self, answer: Answer, completion: Completion) -> dict[str, Any]:
         stats = completion.stats
+        cuts = {"dropped_messages": answer.n_dropped, "cut_tokens": answer.n_cut}
         return {
             "done": True,
             "done_reason": "length" if completion.finish_reason == "length" else "stop",
@@ -148,6 +149,7 @@ class OllamaReply:
             "prompt_eval_duration": nanoseconds(stats.restore_s + stats.prefill_s),
             "eval_count": stats.n_generated,
             "eval_duration": nanoseconds(stats.decode_s),
+            **{name: n for name, n in cuts.items() if n},  # headers may be out before they are known
         }
 
     def preloaded(self, reason: str, load_s: float) -> dict[str, Any]:

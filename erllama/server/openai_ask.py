@@ -9,7 +9,7 @@ from .generation import Ask
 from .openai_body import MAX_TOKENS
 
 if TYPE_CHECKING:
-    from .openai_body import ChatBody, Sampled, TextBody
+    from .openai_body import ChatBody, ResponsesStreamOptions, Sampled, StreamOptions, TextBody
     from .settings import LimitsTable
 
 # Accepted because clients send them to every server; they change nothing here, and the reply says so.
@@ -85,14 +85,14 @@ def chat_options(
     effort: str | None,
     template_kwargs: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Options of `Model.chat`. Without tools, `tool_choice` says nothing."""
+    """Options of `Model.chat`."""
     kwargs = dict(template_kwargs or {})
     if effort is not None and effort not in NO_REASONING:
         kwargs.setdefault("reasoning_effort", effort)
     return given(
         {
             "tools": tools or None,
-            "tool_choice": tool_choice if tools else None,
+            "tool_choice": tool_choice,
             "parallel_tool_calls": parallel,
             "response_format": response_format,
             "reasoning": "off" if effort in NO_REASONING else None,
@@ -103,12 +103,23 @@ def chat_options(
 
 def ignored(body: Sampled) -> tuple[str, ...]:
     """The header for fields that change nothing."""
-    return ignored_note([name for name in NO_EFFECT if getattr(body, name, None) is not None])
+    return ignored_note(
+        [name for name in NO_EFFECT if getattr(body, name, None) is not None]
+        + obfuscation(body.stream_options)
+    )
+
+
+def obfuscation(options: StreamOptions | ResponsesStreamOptions | None) -> list[str]:
+    """The name of an option that is accepted; its padding hides lengths from those who read the wire."""
+    wanted = options is not None and options.include_obfuscation
+    return ["stream_options.include_obfuscation"] if wanted else []
 
 
 def _generation(body: Sampled) -> dict[str, Any]:
     if body.n not in (None, 1):
         raise refuse("n", f"one answer for a request, not {body.n}; ask several times, prompts are shared")
+    if body.stream_options is not None and not body.stream:
+        raise refuse("stream_options", "it needs stream: true")
     for name in ("presence_penalty", "frequency_penalty"):
         if getattr(body, name):
             raise refuse(name, "only 0; there is repetition_penalty")

@@ -9,6 +9,8 @@ from pydantic import Field
 from .body import Strict
 
 Number = Annotated[float, Field(ge=0)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
 MAX_TOKENS = 1024  # generated where the client does not say
 
 
@@ -17,6 +19,27 @@ class StreamOptions(Strict):
 
     include_usage: bool = False
     include_obfuscation: bool = False
+
+
+class ResponsesStreamOptions(Strict):
+    """`stream_options` of /v1/responses, which always tell the usage."""
+
+    include_obfuscation: bool = False
+
+
+class Reasoning(Strict):
+    """`reasoning` of /v1/responses."""
+
+    effort: Effort | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class ResponsesText(Strict):
+    """`text` of /v1/responses."""
+
+    format: dict[str, Any] | None = None
+    verbosity: Verbosity | None = None
 
 
 class Sampled(Strict):
@@ -62,8 +85,8 @@ class ChatBody(Sampled):
     response_format: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    reasoning_effort: str | None = None
-    verbosity: str | None = None
+    reasoning_effort: Effort | None = None
+    verbosity: Verbosity | None = None
     modalities: list[str] | None = None
     prediction: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -105,11 +128,11 @@ class ResponsesBody(Strict):
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, ge=0, le=1)
     top_k: int = Field(default=40, ge=0)
-    text: dict[str, Any] | None = None
+    text: ResponsesText | None = None
     response_format: dict[str, Any] | None = None
-    reasoning: dict[str, Any] | None = None
+    reasoning: Reasoning | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: ResponsesStreamOptions | None = None
     store: bool | None = None
     background: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None

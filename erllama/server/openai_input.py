@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from erllama.errors import InvalidContent
@@ -12,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 TTL_S = 3600.0
-MAX_KEPT = 1000
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 Messages = list[dict[str, Any]]
@@ -83,26 +84,57 @@ def _text(content: object, i: int) -> str:
 
 
 class Threads:
-    """Conversations by the id of their last response, in memory, for an hour."""
+    """Conversations by the id of their last response, in memory, for an hour.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    Each is its salt's alone: the id of another API key's response is as good as none. Those that were kept
+    first go first when all of them are over `max_bytes`.
+    """
+
+    def __init__(self, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_bytes = max_bytes
         self._clock = clock
-        self._kept: OrderedDict[str, tuple[float, Messages]] = OrderedDict()
+        self._kept: OrderedDict[tuple[bytes, str], _Thread] = OrderedDict()
+        self._n_bytes = 0
 
-    def get(self, response_id: str | None) -> Messages:
+    def get(self, response_id: str | None, salt: bytes) -> Messages:
         """The conversation so far; nothing where it is not kept any more."""
         self._forget()
-        return list(self._kept.get(response_id or "", (0.0, []))[1])
+        thread = self._kept.get((salt, response_id or ""))
+        return [] if thread is None else list(thread.messages)
 
-    def put(self, response_id: str, messages: Messages) -> None:
+    def put(self, response_id: str, salt: bytes, messages: Messages) -> None:
         """Keep it."""
-        self._kept[response_id] = self._clock() + TTL_S, messages
+        thread = _Thread(messages, size_of(messages), self._clock() + TTL_S)
+        self._kept[salt, response_id] = thread
+        self._n_bytes += thread.n_bytes
         self._forget()
 
     def _forget(self) -> None:
         now = self._clock()
         while self._kept:
-            expires_at, _ = next(iter(self._kept.values()))
-            if expires_at > now and len(self._kept) <= MAX_KEPT:
+            oldest = next(iter(self._kept.values()))
+            if oldest.expires_at > now and self._n_bytes <= self._max_bytes:
                 return
             self._kept.popitem(last=False)
+            self._n_bytes -= oldest.n_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Thread:
+    messages: Messages
+    n_bytes: int
+    expires_at: float
+
+
+def size_of(value: object) -> int:
+    """Bytes of memory that a JSON value takes. What conversations share counts for each of them."""
+    n_bytes, left = 0, [value]
+    while left:
+        each = left.pop()
+        n_bytes += sys.getsizeof(each)
+        if isinstance(each, dict):
+            left += each.keys()
+            left += each.values()
+        elif isinstance(each, list):
+            left += each
+    return n_bytes

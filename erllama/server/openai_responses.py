@@ -6,11 +6,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from erllama import Thinking, Token, ToolCallDelta
+from erllama.errors import Overloaded
 
 from .body import check_count, given, ignored_note, refuse
-from .failures import body_of
 from .generation import Ask
-from .openai_ask import chat_options
+from .openai_ask import chat_options, obfuscation
 from .openai_body import MAX_TOKENS
 from .openai_chat import new_id
 from .openai_input import Threads as Threads
@@ -22,22 +22,24 @@ if TYPE_CHECKING:
     from erllama.errors import ErllamaError
 
     from .generation import Answer
-    from .openai_body import ResponsesBody
+    from .openai_body import ResponsesBody, ResponsesText
     from .settings import LimitsTable
 
 NO_EFFECT = (
     *("user", "service_tier", "safety_identifier", "prompt_cache_retention", "include"),
-    *("truncation", "max_tool_calls", "prompt_cache_options"),
+    *("max_tool_calls", "prompt_cache_options"),
 )
 
 
-def responses_ask(body: ResponsesBody, limits: LimitsTable, threads: Threads, session_id: str | None) -> Ask:
+def responses_ask(
+    body: ResponsesBody, limits: LimitsTable, threads: Threads, session_id: str | None, salt: bytes
+) -> Ask:
     """Raises: `InvalidOption`, `InvalidContent` for what cannot be honoured."""
     if body.background:
         raise refuse("background", "responses are computed while their client waits")
     check_count("input", body.input if isinstance(body.input, list) else None, limits.max_messages)
     check_count("tools", body.tools, limits.max_tools)
-    said = [*threads.get(body.previous_response_id), *messages_of(body.input)]
+    said = [*threads.get(body.previous_response_id, salt), *messages_of(body.input)]
     check_count("input", said, limits.max_messages)
     head = [{"role": "system", "content": body.instructions}] if body.instructions else []
     return Ask(
@@ -48,7 +50,7 @@ def responses_ask(body: ResponsesBody, limits: LimitsTable, threads: Threads, se
             tool_choice=_choice(body.tool_choice),
             parallel=body.parallel_tool_calls,
             response_format=body.response_format or _format(body.text),
-            effort=(body.reasoning or {}).get("effort"),
+            effort=None if body.reasoning is None else body.reasoning.effort,
         ),
         generation=given(
             {
@@ -60,8 +62,18 @@ def responses_ask(body: ResponsesBody, limits: LimitsTable, threads: Threads, se
         ),
         session_id=session_id or body.prompt_cache_key,
         cache_key=body.prompt_cache_key,
-        notes=ignored_note([name for name in NO_EFFECT if getattr(body, name) is not None]),
+        may_cut=None if body.truncation is None else body.truncation == "auto",
+        notes=ignored_note(_ignored(body)),
     )
+
+
+def _ignored(body: ResponsesBody) -> list[str]:
+    inner = {
+        "text.verbosity": body.text and body.text.verbosity,
+        "reasoning.summary": body.reasoning and (body.reasoning.summary or body.reasoning.generate_summary),
+    }
+    names = [name for name in NO_EFFECT if getattr(body, name) is not None]
+    return [*names, *(name for name, value in inner.items() if value), *obfuscation(body.stream_options)]
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -78,12 +90,17 @@ def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     return choice
 
 
-def _format(text: dict[str, Any] | None) -> dict[str, Any] | None:
+def _format(text: ResponsesText | None) -> dict[str, Any] | None:
     """`text.format`, whose schema is not nested."""
-    found = (text or {}).get("format")
-    if isinstance(found, dict) and found.get("type") == "json_schema" and "json_schema" not in found:
+    found = None if text is None else text.format
+    if found is not None and found.get("type") == "json_schema" and "json_schema" not in found:
         return {"type": "json_schema", "json_schema": {"schema": found.get("schema")}}
-    return found if found is None or isinstance(found, dict) else {"type": found}
+    return found
+
+
+def _told_text(text: ResponsesText | None) -> dict[str, Any]:
+    told = {} if text is None else text.model_dump(exclude_none=True)
+    return {"format": {"type": "text"}, **told}
 
 
 class ResponsesReply:
@@ -94,10 +111,11 @@ class ResponsesReply:
     loading = b": loading\n\n"
     remark = staticmethod(remark)
 
-    def __init__(self, body: ResponsesBody, ask: Ask, threads: Threads) -> None:
+    def __init__(self, body: ResponsesBody, ask: Ask, threads: Threads, salt: bytes) -> None:
         self._body = body
         self._ask = ask
         self._threads = threads
+        self._salt = salt  # whose thread it is
         self._id = new_id("resp_")
         self._created = int(time.time())
         self._number = 0
@@ -115,7 +133,7 @@ class ResponsesReply:
             "created_at": self._created,
             "status": status,
             "model": body.model,
-            "output": list(self._items) if completion is not None else [],
+            "output": self._output() if completion is not None else [],
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "instructions": body.instructions,
@@ -127,9 +145,14 @@ class ResponsesReply:
             "top_p": body.top_p,
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
-            "text": body.text or {"format": {"type": "text"}},
+            "text": _told_text(body.text),
+            "truncation": body.truncation,
             "usage": None if completion is None else _usage(completion),
         }
+
+    def _output(self) -> list[dict[str, Any]]:
+        """The items that count: a call that was cut off is none."""
+        return [item for item in self._items if item["status"] != "incomplete"]
 
     def whole(self, answer: Answer, completion: Completion) -> dict[str, Any]:
         """The reply as one object."""
@@ -147,8 +170,10 @@ class ResponsesReply:
     def _keep(self, completion: Completion) -> None:
         if self._body.store is False or completion.message is None:
             return
-        said = [m for m in self._ask.messages or () if m.get("role") != "system"]
-        self._threads.put(self._id, [*said, completion.message.to_dict()])
+        n_head = 1 if self._body.instructions else 0  # instructions are one turn's
+        self._threads.put(
+            self._id, self._salt, [*(self._ask.messages or ())[n_head:], completion.message.to_dict()]
+        )
 
     # --- events ---
 
@@ -159,6 +184,9 @@ class ResponsesReply:
 
     async def begin(self, answer: Answer) -> bytes:
         """The response, empty."""
+        return self._begun()
+
+    def _begun(self) -> bytes:
         response = self._response("in_progress")
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
@@ -241,19 +269,37 @@ class ResponsesReply:
                 )
         return frames + self._event("response.output_item.done", output_index=at, item=item)
 
+    def _leave_cut_call(self, completion: Completion) -> None:
+        """A call that the limit of tokens cut off has no end: clients run what is told as done."""
+        last = self._items[-1] if self._items else None
+        if last is None or last["type"] != "function_call" or completion.message is None:
+            return
+        if last["call_id"] not in {call.id for call in completion.message.tool_calls}:
+            last["status"] = "incomplete"
+
     def end(self, answer: Answer, completion: Completion) -> bytes:
         """The open item's end, and the whole response."""
-        frames = self._open("message", _message("")) if not self._items else b""
-        frames += self._close()
+        self._leave_cut_call(completion)
+        frames = self._close()
+        if not self._output():
+            frames += self._open("message", _message("")) + self._close()
         self._keep(completion)
         status = _status(completion)
         return frames + self._event(f"response.{status}", response=self._response(status, completion))
 
     def failed(self, error: ErllamaError, request_id: str) -> bytes:
         """The response, failed."""
-        told = body_of(error, "openai", request_id)["error"]
-        response = self._response("failed") | {"error": {"code": "server_error", "message": told["message"]}}
-        return self._event("response.failed", response=response)
+        # The official package reads no stream that begins with another event.
+        begun = b"" if self._number else self._begun()
+        told = {"code": _error_code(error), "message": str(error)}
+        return begun + self._event("response.failed", response=self._response("failed") | {"error": told})
+
+
+def _error_code(error: ErllamaError) -> str:
+    """The word of those that the package knows (its `ResponseError`) which comes closest."""
+    if isinstance(error, Overloaded) and error.http_status == 429:
+        return "rate_limit_exceeded"
+    return "invalid_prompt" if error.http_status < 500 else "server_error"
 
 
 def _status(completion: Completion) -> str:

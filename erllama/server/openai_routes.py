@@ -30,7 +30,8 @@ EPOCH = "1970-01-01T00:00:00Z"
 def openai_routes(service: Service) -> APIRouter:
     """The router."""
     router = APIRouter(tags=["OpenAI"])
-    limits, threads = service.settings.limits, Threads()
+    limits = service.settings.limits
+    threads = Threads(limits.max_kept_conversations_bytes)
 
     @router.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
@@ -51,8 +52,10 @@ def openai_routes(service: Service) -> APIRouter:
     @router.post("/v1/responses")
     async def responses(body: ResponsesBody, request: Request) -> Response:
         """Answer, with the conversation kept here for an hour."""
-        ask = responses_ask(body, limits, threads, session_of(request))
-        return AnswerReply(service.generator, ask, ResponsesReply(body, ask, threads), stream=body.stream)
+        salt = record_of(request.scope).salt
+        ask = responses_ask(body, limits, threads, session_of(request), salt)
+        reply = ResponsesReply(body, ask, threads, salt)
+        return AnswerReply(service.generator, ask, reply, stream=body.stream)
 
     @router.post("/v1/embeddings")
     async def embeddings(body: EmbeddingsBody, request: Request) -> Response:

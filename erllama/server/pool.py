@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from erllama.engine.free_memory import free_memory
 from erllama.errors import ErllamaError, LoadFailed, ModelWouldOom, QueueFull, QueueTimeout
 
 from .embedding_models import context_of
+from .memory import check_room, need_of
 
 if TYPE_CHECKING:
     import erllama
+    from erllama.engine.free_memory import FreeMemory
 
     from .registry import Resolver, Spec
     from .settings import Settings
@@ -77,6 +80,7 @@ class Loading:
 
     over: trio.Event = field(default_factory=trio.Event)
     fraction: float = 0.0
+    takes_bytes: int = 0  # estimated; 0 until it is known
     error: ErllamaError | None = None
 
     def report(self, fraction: float) -> None:
@@ -104,12 +108,19 @@ class PoolStatistics:
 
 
 class Pool:
-    """Models by name. `run` owns its tasks."""
+    """Models by name. `run` owns its tasks. `look`: what memory is free; called in a worker thread."""
 
-    def __init__(self, settings: Settings, resolver: Resolver, load: Load) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        resolver: Resolver,
+        load: Load,
+        look: Callable[[], FreeMemory] = free_memory,
+    ) -> None:
         self.resolver = resolver
         self._settings = settings
         self._load = load
+        self._look = look
         self._entries: dict[str, Entry] = {}
         self._nursery: trio.Nursery | None = None
         self._changed = trio.Event()
@@ -272,14 +283,39 @@ class Pool:
     async def _load_with_room(self, entry: Entry, loading: Loading) -> erllama.Model:
         while True:
             try:
+                if self._settings.memory_aware_loading:
+                    await self._check_room(entry, loading)
                 return await self._load(entry.spec, loading.report)
             except ModelWouldOom:
                 idle = [e for e in self._entries.values() if e.is_idle and e is not entry]
-                if not self._settings.memory_aware_loading or not idle:
+                going = [e.unloading for e in self._entries.values() if e.unloading is not None]
+                if not self._settings.memory_aware_loading or not (idle or going):
                     raise
+                if going:
+                    await going[0].wait()
+                    continue
                 victim = min(idle, key=lambda e: e.last_active)
                 log.info("unloading %s: %s needs the memory", victim.spec.name, entry.spec.name)
                 await self.unload(victim)
+
+    async def _check_room(self, entry: Entry, loading: Loading) -> None:
+        """Whether the model will fit, as far as its file tells. Raises: `ModelWouldOom`."""
+        need = await need_of(entry.spec.table, await entry.spec.find_file(loading.report))
+        if need is None:
+            return
+        others = self._loadings()
+        free = await trio.to_thread.run_sync(self._look)
+        others |= self._loadings()  # one that ended meanwhile may not have had its memory when we looked
+        check_room(
+            need,
+            free,
+            taken_bytes=sum(other.takes_bytes for other in others - {loading}),
+            margin_bytes=self._settings.model_load_memory_margin,
+        )
+        loading.takes_bytes = need.total_bytes
+
+    def _loadings(self) -> set[Loading]:
+        return {entry.loading for entry in self._entries.values() if entry.loading is not None}
 
     # --- unloading ---
 

@@ -90,6 +90,7 @@ class _Wire:
         self._limit_s = limit_s
         self._lock = trio.Lock()  # pings come from another task
         self.started = False
+        self.told: frozenset[str] = frozenset()  # names of the headers that are out
         self.is_ending = False
         self.last = trio.current_time()
         self.blocked_since = math.inf
@@ -99,7 +100,7 @@ class _Wire:
         async with self._lock:
             if self.started:
                 return
-            self.started = True
+            self.started, self.told = True, frozenset(headers)
             raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
             await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
@@ -192,10 +193,13 @@ class AnswerReply(Response):
             nursery.start_soon(self._tell_of_load, wire, scope, loading)
 
         async with self._generator.answer(self._ask, on_loading=on_loading) as answer:
-            record.note(_cuts(answer))
+            cuts = _cuts(answer)
+            record.note(cuts)
             nursery.start_soon(answer.watch)
             await self._begin(wire, scope)
-            await _write(wire, await translation.begin(answer))
+            # Headers that were out already: a load or a wait was told.
+            late = [translation.remark(note) for note in cuts if note.partition(":")[0] not in wire.told]
+            await _write(wire, b"".join(late) + await translation.begin(answer))
             while not answer.is_over:
                 frames = [
                     await translation.event(answer, event)

@@ -16,6 +16,7 @@ LOOPBACK = "127.0.0.1"
 N_SEQ_MAX = 4
 N_CTX = 4096
 MIB = 1 << 20
+GIB = 1 << 30
 
 
 class _Table(BaseModel):
@@ -92,6 +93,7 @@ class LimitsTable(_Table):
     max_messages: int = Field(default=1024, ge=1)
     max_tools: int = Field(default=128, ge=0)
     max_embedding_inputs: int = Field(default=256, ge=1)
+    max_kept_conversations_bytes: int = Field(default=256 * MIB, ge=0)
     engine_call_s: float = Field(default=120, gt=0)
     prefill_s: float = Field(default=300, gt=0)
     generation_idle_s: float = Field(default=60, gt=0)
@@ -126,9 +128,10 @@ class Settings(_Table):
     """Everything a server is told.
 
     `keep_alive_s`: how long a model without requests stays loaded; below 0, for ever. `memory_aware_loading`:
-    where a model would not fit, idle ones make room. `session_busy`: what a second request of a session gets
-    while the first one runs: a refusal, or to run without the session. `fit_history`: a chat that is too long
-    loses its oldest turns. `stable_prompts`: changing lines at the head of prompts are moved.
+    where a model would not fit, idle ones make room; `model_load_memory_margin` bytes stay free.
+    `session_busy`: what a second request of a session gets while the first one runs: a refusal, or to run
+    without the session. `fit_history`: a chat that is too long loses its oldest turns. `stable_prompts`:
+    changing lines at the head of prompts are moved.
     """
 
     listen: ListenTable = ListenTable()
@@ -141,6 +144,7 @@ class Settings(_Table):
     aliases: Mapping[str, str] = {}
     keep_alive_s: float = 300
     memory_aware_loading: bool = False
+    model_load_memory_margin: int = Field(default=GIB, ge=0)
     session_busy: Literal["refuse", "share"] = "refuse"
     fit_history: bool = True
     stable_prompts: bool = True

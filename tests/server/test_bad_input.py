@@ -309,6 +309,8 @@ async def test_metrics_count_what_happened():
         for _ in range(2):
             assert (await scene.client.post(CHAT, json=chat_body("word " * 40))).status_code == 200
         await scene.client.post(CHAT, json=chat_body() | {"model": "nobody"})
+        # A request is counted when its last byte is sent, which is when its client has it.
+        await until(lambda: b'status="404"' in scene.service.metrics.text())
         text = (await scene.client.get("/metrics")).text
     found = {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value

@@ -327,8 +327,72 @@ async def test_a_history_that_is_too_long_loses_its_oldest_turns():
         assert (one.status_code, one.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
-async def test_failures_of_the_engine_are_errors_of_the_request():
-    """A step that fails is a 500 in the dialect's shape, or an event, and the server goes on."""
+def small():
+    backend = ScriptedChat(n_ctx=1)
+    backend.n_ctx = 600
+    return backend
+
+
+HISTORY = [{"role": r, "content": f"{r} {i} " + "x" * 100} for i in range(5) for r in ("user", "assistant")]
+LONG = {"model": "fake", "messages": [*HISTORY, {"role": "user", "content": "last question"}]}
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses"])
+async def test_a_stream_tells_what_its_history_lost(path):
+    """In a header; where a load was told before, so that headers are out, in a comment before the answer."""
+    said = {"input": LONG["messages"]} if path.endswith("responses") else {"messages": LONG["messages"]}
+    limit = "max_output_tokens" if path.endswith("responses") else "max_tokens"
+    body = {"model": "fake", "stream": True, limit: 20, **said}
+    async with serving(small) as scene:
+        cold, warm = [await scene.client.post(path, json=body) for _ in range(2)]
+        dropped = int(warm.headers["x-erllama-dropped-messages"])
+        assert dropped >= 4
+        assert ": x-erllama-dropped" not in warm.text
+        assert "x-erllama-dropped-messages" not in cold.headers
+        comment = f": x-erllama-dropped-messages: {dropped}\n\n"
+        assert cold.text.count(comment) == 1
+        assert cold.text.index(comment) < cold.text.index('"H')
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_ollamas_last_object_tells_what_was_lost(streamed):
+    """It has no comments, so a field does, whole and streamed; without a loss there is none."""
+    async with serving(small) as scene:
+        for body, is_there in ((LONG, True), (chat_body(), False)):
+            reply = await scene.client.post("/api/chat", json={**body, "stream": streamed})
+            last = json.loads(reply.text.splitlines()[-1])
+            assert ("dropped_messages" in last) == is_there
+            assert not is_there or last["dropped_messages"] >= 4
+
+
+ANSWERS = {
+    CHAT: chat_body(),
+    "/v1/messages": chat_body(max_tokens=9),
+    "/v1/responses": {"model": "fake", "input": "Hello"},
+    "/api/chat": chat_body(),
+}
+
+
+def told_of_failure(path, text):
+    """The error of a reply, whole or the last event of a stream, which also checks its shape."""
+    found = json.loads([e for e in sse_events(text) or text.splitlines() if e != "[DONE]"][-1])
+    if path == "/api/chat":
+        assert found.keys() == {"error", "reason"}
+        return found["error"]
+    if path == "/v1/messages":
+        assert (found["type"], found["error"]["type"]) == ("error", "api_error")
+    elif "response" in found:
+        assert found["type"] == "response.failed"
+        return found["response"]["error"]["message"]
+    else:
+        assert found["error"].keys() == {"message", "type", "param", "code"}
+    return found["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ANSWERS)
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_failures_of_the_engine_are_errors_of_the_request(path, streamed):
+    """H46: a step that fails is a 500 in the dialect's shape, or an event, without what went wrong inside."""
     broken = True
 
     def make():
@@ -339,12 +403,50 @@ async def test_failures_of_the_engine_are_errors_of_the_request():
         return ScriptedChat(before_step=fail)
 
     async with serving(make) as scene:
-        whole = await scene.client.post(CHAT, json=chat_body())
-        assert whole.status_code == 500
+        reply = await scene.client.post(path, json=ANSWERS[path] | {"stream": streamed})
+        assert reply.status_code == (200 if streamed else 500)
+        assert told_of_failure(path, reply.text)
+        assert "secret" not in reply.text
         broken = False
         await until(lambda: not scene.entry().is_loaded)
-        assert (await scene.client.post(CHAT, json=chat_body())).status_code == 200
+        assert (await scene.client.post(path, json=ANSWERS[path])).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"content": "x"}),
+        ("/detokenize", {"tokens": [1]}),
+        ("/v1/messages/count_tokens", chat_body()),
+        ("/v1/embeddings", {"model": "fake", "input": "x"}),
+        ("/api/show", {"model": "fake"}),
+        ("/api/tags", None),
+    ],
+)
+async def test_what_nobody_expected_has_the_dialects_shape(path, body, monkeypatch, caplog):
+    """A 500 with an id, also for a page of another origin; the log has it once, the client nothing of it."""
+
+    async def fail(*arguments, **options):
+        raise RuntimeError("secret of the machine")
+
+    def fail_at_once(*arguments):
+        raise RuntimeError("secret of the machine")
+
+    for name in ("listed", "shown"):
+        monkeypatch.setattr(f"erllama.server.ollama_routes.{name}", fail_at_once)
+    page = {"origin": "https://a.example"}
+    async with serving(cors={"origins": ["https://a.example"]}) as scene:
+        monkeypatch.setattr(scene.pool, "_loaded", fail)
+        reply = await scene.client.request("POST" if body else "GET", path, json=body, headers=page)
+        assert reply.status_code == 500
+        shape = {"/v1/messages/count_tokens": "/v1/messages"}.get(path, path)
+        assert told_of_failure("/api/chat" if path.startswith("/api") else shape, reply.text)
+        assert "secret" not in reply.text
+        assert reply.headers["x-request-id"].startswith("req_")
+        assert reply.headers["access-control-allow-origin"] == "https://a.example"
         assert (await scene.client.get("/health")).status_code == 200
+    logged = [r for r in caplog.records if r.exc_info]
+    assert [r.name for r in logged] == ["erllama.server"]
 
 
 async def test_text_prompts_are_text_or_ids():

@@ -1,0 +1,130 @@
+"""Every option is honoured, or refused, or named in the header for what has no effect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from runtime.chat_scenes import ScriptedChat
+
+from server.scenes import serving
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+HELLO = [{"role": "user", "content": "Hi"}]
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"model": "fake", "messages": HELLO},
+    RESPONSES: {"model": "fake", "input": "Hi"},
+    MESSAGES: {"model": "fake", "messages": HELLO, "max_tokens": 5},
+    "/v1/messages/count_tokens": {"model": "fake", "messages": HELLO},
+    "/api/chat": {"model": "fake", "messages": HELLO, "stream": False},
+    "/api/generate": {"model": "fake", "prompt": "Hi", "raw": True, "stream": False},
+}
+REFUSED = [
+    (CHAT, {"tool_choice": "bogus"}),
+    (CHAT, {"tool_choice": "required"}),
+    (CHAT, {"tool_choice": {"type": "function", "function": {"name": "nobody"}}}),
+    (CHAT, {"stream_options": {"include_usage": True}}),
+    (CHAT, {"reasoning_effort": "bogus"}),
+    (CHAT, {"verbosity": "bogus"}),
+    (RESPONSES, {"tool_choice": "bogus"}),
+    (RESPONSES, {"reasoning": {"effort": "bogus"}}),
+    (RESPONSES, {"reasoning": {"bogus": 1}}),
+    (RESPONSES, {"text": {"bogus": 1}}),
+    (RESPONSES, {"text": {"verbosity": "bogus"}}),
+    (RESPONSES, {"text": {"format": {"type": "bogus"}}}),
+    (RESPONSES, {"stream_options": {"include_usage": True}}),
+    (MESSAGES, {"tool_choice": {"type": "bogus"}}),
+    (MESSAGES, {"tool_choice": {"type": "any"}}),
+    (MESSAGES, {"tool_choice": {"type": "tool", "name": "nobody"}}),
+    (MESSAGES, {"output_config": {"effort": "bogus"}}),
+    (MESSAGES, {"output_config": {"bogus": 1}}),
+    (MESSAGES, {"thinking": {"type": "bogus"}}),
+    (MESSAGES, {"thinking": {"type": "enabled"}}),
+    (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": True}}),
+    (MESSAGES, {"thinking": {"type": "adaptive", "display": "bogus"}}),
+    ("/v1/messages/count_tokens", {"output_config": {"bogus": 1}}),
+    ("/api/chat", {"format": "xml"}),
+    ("/api/generate", {"format": "xml"}),
+]
+NAMED = [
+    (
+        CHAT,
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+        "stream_options.include_obfuscation",
+    ),
+    (RESPONSES, {"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+    (RESPONSES, {"text": {"verbosity": "low"}}, "text.verbosity"),
+    (RESPONSES, {"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+    (
+        MESSAGES,
+        {"output_config": {"task_budget": {"type": "tokens", "total": 9}}},
+        "output_config.task_budget",
+    ),
+    ("/api/generate", {"think": True}, "think"),
+]
+TAKEN = [
+    (CHAT, {"tool_choice": "auto"}),
+    (CHAT, {"tool_choice": "none", "tools": []}),
+    (CHAT, {"reasoning_effort": "low"}),
+    (RESPONSES, {"text": {"format": {"type": "text"}}, "reasoning": {"effort": "low"}}),
+    (RESPONSES, {"truncation": "auto", "tool_choice": "auto"}),
+    (
+        MESSAGES,
+        {"thinking": {"type": "adaptive", "display": "summarized"}, "output_config": {"effort": "max"}},
+    ),
+    (MESSAGES, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}),
+    ("/api/generate", {"format": "json"}),
+]
+
+
+async def test_what_cannot_be_honoured_is_refused():
+    """400 that names the field, whole or streamed; also where there are no tools to choose from."""
+    async with serving() as scene:
+        await scene.client.post("/api/generate", json={"model": "fake"})  # loads it
+        for path, more in REFUSED:
+            reply = await scene.client.post(path, json=BODIES[path] | more)
+            assert reply.status_code == 400, (path, more, reply.text)
+            (field,) = more
+            assert field in reply.text or "format" in reply.text, reply.text
+
+
+@pytest.mark.parametrize(("path", "more", "name"), NAMED)
+async def test_what_has_no_effect_is_named(path, more, name):
+    """In the header, by its place."""
+    async with serving() as scene:
+        await scene.client.post("/api/generate", json={"model": "fake"})
+        reply = await scene.client.post(path, json=BODIES[path] | more)
+        assert (reply.status_code, reply.headers["x-erllama-ignored"]) == (200, name), reply.text
+
+
+async def test_what_is_honoured_is_not_named():
+    """What every client sends is taken without a word."""
+    async with serving() as scene:
+        for path, more in TAKEN:
+            reply = await scene.client.post(path, json=BODIES[path] | more)
+            assert (reply.status_code, "x-erllama-ignored" in reply.headers) == (200, False), (
+                more,
+                reply.text,
+            )
+
+
+async def test_truncation_decides_whether_a_history_is_cut():
+    """Disabled: refused, though the settings would cut; auto: cut, though they would not."""
+
+    def small():
+        backend = ScriptedChat(n_ctx=1)
+        backend.n_ctx = 600
+        return backend
+
+    said = [{"role": r, "content": "x" * 100} for _ in range(5) for r in ("user", "assistant")]
+    body = {"model": "fake", "input": [*said, *HELLO], "max_output_tokens": 20}
+    for fits, truncation, status in (
+        (True, None, 200),
+        (True, "disabled", 400),
+        (False, None, 400),
+        (False, "auto", 200),
+    ):
+        async with serving(small, fit_history=fits) as scene:
+            reply = await scene.client.post(RESPONSES, json={**body, "truncation": truncation})
+            assert reply.status_code == status, reply.text
+            assert ("x-erllama-dropped-messages" in reply.headers) == (status == 200)
