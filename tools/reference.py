@@ -49,7 +49,8 @@ MEANINGS: dict[type, dict[str, str]] = {
         "prefill_chunk_size": "prompt tokens of one request per step; `math.inf`: no limit; None: a quarter "
         "of `n_batch`, a multiple of 64",
         "step_target_s": "how long a step should take at most while others wait for a token",
-        "decode_budget_s": "how long a step may take before it is aborted; None: chosen from measured steps",
+        "decode_budget_s": "how long a step may take before it is aborted; None: chosen from measured steps, "
+        "and no limit for a call that embeds; 0: no limit",
     },
     options.GenerationOptions: {
         "max_tokens": "tokens to generate at most",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from .answer import Answer, wall_s
+from .arithmetic import N_SEQ_MAX, open_behind_http, open_here
 from .figure import Bar, against, single
 from .http import first_byte_s
 from .own import Own, open_own, together
@@ -21,12 +22,15 @@ from .spread import take_turns
 from .workload import Found, NotMeasured, Workload
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from .answer import Side
     from .settings import Settings
 
 API_BAR, PEER_BAR = Bar(">=", 0.97), Bar("<=", 1.0)
 BYTE_BAR = Bar("<=", 5, "value")
 IDLE_BAR, CPU_BAR = Bar(">=", 0.97), Bar("<=", 1.05)
+TOKEN_BAR = Bar("<=", 0.1, "value")
 API = "the Python API"
 LOOK_S = 0.002
 OPENED_S = 1.5  # a stream that waits gets its headers after a second
@@ -38,6 +42,7 @@ async def measure(settings: Settings) -> Found:
     await _throughput(settings, found)
     await _agents(settings, found)
     await _waiting(settings, found)
+    await _token(settings, found)
     return found
 
 
@@ -149,12 +154,45 @@ async def _active(own: Own, server: OwnServer, n_streams: int, n_out: int, run: 
     return _Run(n_new / elapsed_s, 1000 * cpu_s / n_new)
 
 
+# --- what a token costs ---
+
+
+async def _token(settings: Settings, found: Found) -> None:
+    """CPU of a server's process for each token, less that of the same through the API in this process.
+
+    The model computes nothing, or what its tokens cost would hide what HTTP does.
+    """
+    n_out = settings.pick(600, 60)
+    settings.say(f"{N_SEQ_MAX} streams of a model that computes nothing")
+    async with AsyncExitStack() as stack:
+        own = await stack.enter_async_context(open_here())
+        server = await stack.enter_async_context(open_behind_http(settings, own.banned))
+        ask = partial(_distinct, own, N_SEQ_MAX, 64, n_out)
+
+        async def cpu_ms(side: Side, cpu_s: Callable[[], Awaitable[float]], run: int) -> float:
+            before = await cpu_s()
+            answers = await ask(side, run)
+            return 1000 * (await cpu_s() - before) / sum(answer.n_generated for answer in answers)
+
+        sides = partial(cpu_ms, server, server.cpu_s), partial(cpu_ms, own, _own_cpu_s)
+        http, api = await take_turns(settings.n_runs, *sides)
+    costs = [of_http - of_api for of_http, of_api in zip(http, api, strict=True)]
+    found.figures.append(single("CPU of HTTP, a streamed token", "ms", costs, TOKEN_BAR))
+
+
+async def _own_cpu_s() -> float:
+    """CPU seconds of this process so far."""
+    await trio.lowlevel.checkpoint()
+    return time.process_time()
+
+
 OVER_HTTP = Workload(
     id="P13",
     title="the same over HTTP",
     compared=(
         "P1 and P6 through /v1/completions of `erllama serve`, a process of its own, with the token ids of "
-        "the Python API in this process; on P6 beside llama-server too"
+        "the Python API in this process; on P6 beside llama-server too; what HTTP itself costs, with a model "
+        "that computes nothing"
     ),
     measure=measure,
 )

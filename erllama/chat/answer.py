@@ -83,6 +83,8 @@ class Answer:
             NOTHING
         )  # the last that could be read, and how much of the text it was
         self._read_to = 0
+        self._called = self._read  # the last with calls
+        self._called_to = 0
         self._calls: list[_Call] = []
         self.parse_s = 0.0
         self._last_parse_s = 0.0
@@ -121,6 +123,8 @@ class Answer:
         """The last deltas, and the message: what was given out. `complete`: the model ended it itself."""
         whole = self._parse(partial=False) if complete else None
         parsed = whole or self._parse(partial=True) or self._last_read()
+        if len(parsed["tool_calls"]) < self._n_announced():
+            parsed = self._with_announced()
         calls = [
             call for i, each in enumerate(parsed["tool_calls"]) if (call := self._call(i, each)) is not None
         ]
@@ -136,6 +140,20 @@ class Answer:
             tool_calls=tuple(calls),
         )
         return deltas, message
+
+    def _n_announced(self) -> int:
+        return max((i + 1 for i, call in enumerate(self._calls) if call.is_announced), default=0)
+
+    def _with_announced(self) -> dict[str, Any]:
+        """The calls that were given out, and behind them the text that made all of it unreadable."""
+        n_calls, end = len(self._called["tool_calls"]), len(self._text)
+        while end - self._called_to > 1:  # text was not parsed at every character
+            middle = (self._called_to + end) // 2
+            parsed = self._parse(partial=True, end=middle)
+            if parsed is None or len(parsed["tool_calls"]) < n_calls:
+                end = middle
+        rest = self._text[self._called_to :]
+        return {**self._called, "content": self._called["content"] + rest}
 
     def _last_read(self) -> dict[str, Any]:
         """What could be read when it was shorter, and behind it the text that came since."""
@@ -163,18 +181,21 @@ class Answer:
                 return thought, rest
         return text, ""
 
-    def _parse(self, *, partial: bool) -> dict[str, Any] | None:
-        self._parsed_at = len(self._text)
+    def _parse(self, *, partial: bool, end: int | None = None) -> dict[str, Any] | None:
+        text = self._text[:end]
+        self._parsed_at = len(text)
         started = time.perf_counter()
         try:
-            parsed = self._parser.parse(self._text, partial=partial)
+            parsed = self._parser.parse(text, partial=partial)
         except InvalidContent as why:
             log.debug("%s", why)
             return None
         finally:
             self._last_parse_s = time.perf_counter() - started
             self.parse_s += self._last_parse_s
-        self._read, self._read_to = parsed, len(self._text)
+        self._read, self._read_to = parsed, len(text)
+        if len(parsed["tool_calls"]) >= max(1, len(self._called["tool_calls"])):
+            self._called, self._called_to = parsed, len(text)
         return parsed
 
     # --- deltas ---

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from erllama import llama
 from erllama.errors import InvalidGrammar
 
+from .remembered import Remembered
 from .schema import canonical_schema
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-REMEMBERED = 64
+MAX_BYTES = 8 << 20  # of grammars and schemas that are kept for one model
 # The rule for the names of additional properties: its `[^"a]` admits a backslash, and with it a name that is
 # spelled with escapes, or a string without an end.
 _OTHER_NAMES = re.compile(r"^\S*additional-k\d* ::= .*$", re.MULTILINE)
@@ -32,23 +32,23 @@ class Conversions:
 
 
 class SchemaGrammars:
-    """Converts schemas; the latest are remembered by their bytes. Any thread."""
+    """Converts schemas; the latest are kept. Any thread."""
 
     def __init__(self) -> None:
-        self._converted = lru_cache(REMEMBERED)(_convert)
+        self._converted = Remembered(_convert, _length, max_bytes=MAX_BYTES)
 
     def of(self, schema: Mapping[str, Any]) -> str:
         """The grammar. Raises: `InvalidGrammar` naming the place, the keyword and why it is not enforced."""
         return self._converted(schema_text(schema))[0]
 
     def canonical(self, schema: Mapping[str, Any]) -> dict[str, Any]:
-        """The schema in the form that the converter is given; not to be changed. Raises: as `of`."""
-        return self._converted(schema_text(schema))[1]
+        """The schema in the form that the converter is given. Raises: as `of`."""
+        canonical: dict[str, Any] = json.loads(self._converted(schema_text(schema))[1])
+        return canonical
 
     def statistics(self) -> Conversions:
         """Counts since this object was made."""
-        info = self._converted.cache_info()
-        return Conversions(n_hits=info.hits, n_misses=info.misses)
+        return Conversions(n_hits=self._converted.n_hits, n_misses=self._converted.n_misses)
 
 
 def schema_text(schema: object) -> str:
@@ -59,7 +59,12 @@ def schema_text(schema: object) -> str:
         raise InvalidGrammar(f"the JSON schema is not JSON: {why}") from None
 
 
-def _convert(text: str) -> tuple[str, dict[str, Any]]:
+def _length(converted: tuple[str, str]) -> int:
+    return sum(map(len, converted))
+
+
+def _convert(text: str) -> tuple[str, str]:
+    """The grammar, and the canonical schema as text."""
     canonical, _ = canonical_schema(json.loads(text))
     grammar = sealed(llama.schema_to_grammar(canonical))
     renamed = (
@@ -72,7 +77,7 @@ def _convert(text: str) -> tuple[str, dict[str, Any]]:
     for pattern in _patterns(canonical):
         check_pattern(pattern)
     _check(grammar)
-    return grammar, canonical
+    return grammar, schema_text(canonical)
 
 
 def _check(grammar: str) -> None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from erllama.checks import Check
 
 Reasoning = Literal["auto", "off", "inline"]
+OWN_VARIABLES = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
 
 
 def checked_later(expected: str) -> Check:
@@ -31,6 +32,8 @@ def template_kwargs(value: object) -> dict[str, Any]:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise Rejected("a mapping of names to JSON values")
+    if own := OWN_VARIABLES & value.keys():
+        raise Rejected(f"other names than {min(own)}, which the conversation itself sets")
     if not isinstance(value.get("enable_thinking", True), bool):
         raise Rejected("enable_thinking to be True or False")
     return dict(value)
@@ -41,8 +44,8 @@ class ChatOptions:
     """How a conversation is rendered and its answer read.
 
     `reasoning`: "auto" lets the model think where its template has it think, and keeps that apart from the
-    content; "off" asks it not to; "inline" leaves it in the content. `template_kwargs` are variables of the
-    template. `add_generation_prompt=False` renders the messages alone.
+    content; "off" asks it not to; "inline" leaves it in the content. `template_kwargs` are further
+    variables of the template. `add_generation_prompt=False` renders the messages alone.
     """
 
     tools: Sequence[Mapping[str, Any]] | None = option(default=None, check=checked_later("a list of tools"))

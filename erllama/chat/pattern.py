@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAX_REPEATED = 2000  # llama-grammar.cpp: MAX_REPETITION_THRESHOLD
+MAX_DIGITS = 6  # of a count: Python refuses numbers of thousands of digits
 MAX_NESTING = 32
 MUST_ESCAPE = (
     (0x00, 0x1F),
@@ -159,6 +160,8 @@ class _Reader:
         low, comma, high = inside.partition(",")
         if not low.isascii() or not low.isdigit() or (high and not (high.isascii() and high.isdigit())):
             raise PatternError(f"{{{inside}}} is no repetition")
+        if max(len(low), len(high)) > MAX_DIGITS:
+            raise PatternError(f"more than {MAX_REPEATED} repetitions")
         self._at = end + 1
         least, most = int(low), int(high) if high else (None if comma else int(low))
         if most is not None and most < least:

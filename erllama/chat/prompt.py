@@ -90,7 +90,7 @@ class Renderer:
         tools = check_tools(options.tools, options.tool_choice)
         checked = with_calls_as_sampled(checked, tools)
         schema = schema_of(options.response_format, json_schema)
-        _check_together(tools, schema, grammar)
+        check_together(tools, schema, grammar)
         inputs = self._inputs(checked, tools, options, schema)
         if grammar is not None:
             inputs["enable_thinking"] = False  # a grammar holds from the first token
@@ -294,7 +294,8 @@ def _becomes_markup() -> InvalidContent:
     )
 
 
-def _check_together(tools: Tools, schema: object, grammar: str | None) -> None:
+def check_together(tools: Tools, schema: object, grammar: str | None) -> None:
+    """Raise `InvalidOption` for constraints that exclude each other."""
     if grammar is not None and schema is not None:
         raise InvalidOption("give grammar or json_schema, not both", detail={"key": "grammar"})
     if tools.enforced and tools.choice != "none" and (grammar is not None or schema is not None):

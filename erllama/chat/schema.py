@@ -27,6 +27,7 @@ from .schema_facts import (
     kinds_of,
     pointed,
     same,
+    with_integers,
     with_type,
     without_repeats,
 )
@@ -112,7 +113,7 @@ class _Writer(TypedSchemas):
             return {}
         if not isinstance(schema, Mapping):
             raise InvalidGrammar(f"json_schema, {path}: a schema is an object", detail={"path": path})
-        schema = self._shaped(schema, path)
+        schema = with_integers(self._shaped(schema, path))
         if "$ref" in schema:
             return self._ref(schema, path)
         for keyword in ("not", "if", "$dynamicRef", "$recursiveRef"):

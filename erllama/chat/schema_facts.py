@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,6 +31,7 @@ TYPES: dict[str, set[str]] = {
     "object": OBJECT, "array": ARRAY, "string": STRING, "integer": NUMBER, "number": NUMBER,
     "boolean": set(), "null": set(),
 }  # fmt: skip
+INDEX = re.compile("0|[1-9][0-9]{0,5}")  # RFC 6901 s4; Python refuses numbers of thousands of digits
 FORMATS = {"date", "time", "date-time", "uuid", *(f"uuid{n}" for n in range(1, 6))}
 
 Json = Any
@@ -60,7 +62,7 @@ def is_empty(keyword: str, value: Json) -> bool:
     """A constraint that constrains nothing."""
     return (keyword, value) in (
         ("required", []), ("properties", {}), ("uniqueItems", False), ("minLength", 0), ("minItems", 0),
-        ("minProperties", 0), ("additionalProperties", True), ("multipleOf", 1), ("patternProperties", {}),
+        ("minProperties", 0), ("additionalProperties", True), ("patternProperties", {}),
     )  # fmt: skip
 
 
@@ -75,13 +77,24 @@ def implied_type(schema: Mapping[str, Json]) -> str | None:
     return None
 
 
+def with_integers(schema: Mapping[str, Json]) -> Mapping[str, Json]:
+    """The same schema, with the type integer for numbers that are multiples of 1."""
+    kinds = schema.get("type")
+    multiple = schema.get("multipleOf")
+    if kinds is None or not is_whole(multiple) or multiple != 1:
+        return schema
+    integer = {"number": "integer"}
+    made = integer.get(kinds, kinds) if isinstance(kinds, str) else [integer.get(k, k) for k in kinds]
+    return {**{key: value for key, value in schema.items() if key != "multipleOf"}, "type": made}
+
+
 def pointed(root: Json, ref: str) -> Json:
     """What a reference within the document leads to, or None."""
     found = root
     for part in ref.split("/")[1:]:
         if isinstance(found, Mapping) and part in found:
             found = found[part]
-        elif isinstance(found, (list, tuple)) and part.isdecimal() and int(part) < len(found):
+        elif isinstance(found, (list, tuple)) and INDEX.fullmatch(part) and int(part) < len(found):
             found = found[int(part)]
         else:
             return None

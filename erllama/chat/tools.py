@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import partial
 from typing import Any, Literal
 
 from erllama import llama
@@ -15,13 +15,14 @@ from erllama.errors import InvalidContent, InvalidGrammar, InvalidOption
 
 from .grammar import schema_text, sealed
 from .messages import invalid
+from .remembered import Remembered
 from .schema import canonical_schema
 
 log = logging.getLogger("erllama.chat")
 
 NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 _NO_RULE = re.compile(r"[^a-zA-Z0-9-]")  # what the converter makes a "-" in the names of rules
-REMEMBERED = 1024  # schemas of tools: an agent sends the same ones with every request
+MAX_BYTES = 32 << 20  # of schemas that are kept: an agent sends the same ones with every request
 Choice = Literal["auto", "none", "required"]
 
 
@@ -131,22 +132,19 @@ def _enforced(index: int, tool: dict[str, Any], *, strict: bool) -> dict[str, An
     """The tool with a schema that the converter enforces: its own where that is one."""
     function = tool["function"]
     try:
-        text, notes = _enforced_schema(schema_text(function["parameters"]), strict)
+        text, notes = (_strict if strict else _loose)(schema_text(function["parameters"]))
     except InvalidGrammar as why:
         raise InvalidGrammar(f"tools[{index}] ({function['name']}): {why}", detail=why.detail) from None
     for note in notes:
-        _warn_once(function["name"], note)
+        _warned(f"{function['name']}: {note}")
     return {**tool, "function": {**function, "parameters": json.loads(text)}}
 
 
-@lru_cache(REMEMBERED)
-def _warn_once(name: str, note: str) -> None:
-    """An agent sends the same tools with every request; saying it once is enough."""
-    log.warning("tool %s: %s; its arguments are not held to that", name, note)
+def _warn(what: str) -> None:
+    log.warning("tool %s; its arguments are not held to that", what)
 
 
-@lru_cache(REMEMBERED)
-def _enforced_schema(text: str, strict: bool) -> tuple[str, tuple[str, ...]]:
+def _enforced_schema(text: str, *, strict: bool) -> tuple[str, tuple[str, ...]]:
     """The schema that is enforced, and what of the given one is not."""
     given = json.loads(text)
     if not given:
@@ -169,3 +167,13 @@ def _grammar_or_none(schema: dict[str, Any]) -> str | None:
         return llama.schema_to_grammar(schema)
     except InvalidGrammar:
         return None
+
+
+def _length(enforced: tuple[str, tuple[str, ...]]) -> int:
+    text, notes = enforced
+    return len(text) + sum(map(len, notes))
+
+
+_strict = Remembered(partial(_enforced_schema, strict=True), _length, max_bytes=MAX_BYTES)
+_loose = Remembered(partial(_enforced_schema, strict=False), _length, max_bytes=MAX_BYTES)
+_warned = Remembered(_warn, lambda _: 0, max_bytes=1 << 20)  # said once: tools come with every request

@@ -41,7 +41,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     """From the file and the arguments, which win. Raises: `MissingConfig`, `InvalidConfig`."""
     try:
         from erllama.server.registry import table_from_argument
-        from erllama.server.settings import make_settings, read_file
+        from erllama.server.settings import make_settings, read_file, table_of
     except ModuleNotFoundError as why:
         if (why.name or "").partition(".")[0] not in EXTRA:
             raise
@@ -49,25 +49,31 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
             f"the server needs {why.name}; install it with: pip install 'erllama[server]'"
         ) from None
     values: dict[str, Any] = {} if arguments.config is None else read_file(arguments.config)
-    limits = {"max_request_body_bytes": MAX_BODY_BYTES, **values.get("limits", {})}
-    listen = dict(values.get("listen", {}))
-    for name in ("host", "port"):
-        if getattr(arguments, name) is not None:
-            listen[name] = getattr(arguments, name)
-    context = {
-        name: getattr(arguments, name)
-        for name in ("n_ctx", "n_seq_max")
-        if getattr(arguments, name) is not None
-    }
-    models = dict(values.get("models", {}))
-    for text in arguments.model or ():
-        name, table = table_from_argument(text)
-        models[name] = {"path": table.path, "context": context}
+    limits = {"max_request_body_bytes": MAX_BODY_BYTES, **table_of(values, "limits")}
+    listen = table_of(values, "listen") | _given(arguments, "host", "port")
+    context = _given(arguments, "n_ctx", "n_seq_max")
+    models = table_of(values, "models")
+    if context and models and not arguments.model:
+        raise InvalidConfig(
+            "--n-ctx and --n-seq-max are of models given with -m; those of the file have a `context` there",
+            detail={"key": "context"},
+        )
+    for name, table in map(table_from_argument, arguments.model or ()):
+        own = table_of(models, name, "models.")
+        models[name] = {
+            **own,
+            "path": table.path,
+            "context": table_of(own, "context", f"models.{name}.") | context,
+        }
     if context and not models:
         models["smollm2"] = {"context": context}
     settings = make_settings({**values, "limits": limits, "listen": listen, "models": models})
     _check_files(settings)
     return settings
+
+
+def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 
 def _check_files(settings: Settings) -> None:

@@ -203,6 +203,10 @@ class Actor:
         self.wake()
         return ended
 
+    def holds(self, session_id: Hashable) -> bool:
+        """Whether the session has a sequence to go on from."""
+        return self._lanes.pin(session_id) is not None
+
     def history(self, session_id: Hashable, expected: list[int] | None, salt: bytes = b"") -> list[int]:
         """What a continuation of the session goes on from.
 
@@ -225,6 +229,10 @@ class Actor:
     def wake(self) -> None:
         """Something changed that may make a step possible, or another one than those planned."""
         self._wakeup.set()
+        self.pause()
+
+    def pause(self) -> None:
+        """Let the running step be the last that nothing comes between: the thread is wanted."""
         self._thread.pause()
 
     def statistics(self) -> ActorStatistics:

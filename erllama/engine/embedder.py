@@ -101,7 +101,9 @@ class Embedder:
         options: ContextOptions,
         runner: Runner,
         is_generating: Callable[[], bool],
+        pause: Callable[[], None],
     ) -> None:
+        """`pause` lets the running step of who generates be the last before the next call."""
         assert facts.embeddings is not None
         self.facts: EmbeddingFacts = facts.embeddings
         self._model_id = model_id
@@ -110,6 +112,7 @@ class Embedder:
         self._options = options
         self._runner = runner
         self._is_generating = is_generating
+        self._pause = pause
         self._waiting: deque[Input] = deque()
         self._in_flight: list[Input] = []
         self._wakeup = trio.Event()
@@ -226,9 +229,11 @@ class Embedder:
         ]
         self._in_flight = inputs
         self._backend.clear_abort_embed()
+        budget_s = self._options.decode_budget_s or None  # 0: no limit
+        self._pause()
         try:
             result = await self._runner.run(
-                self._backend.embed, rows, self._options.decode_budget_s, on_cancel=self._backend.abort_embed
+                self._backend.embed, rows, budget_s, on_cancel=self._backend.abort_embed
             )
         except ErllamaError as error:
             self._fail(inputs, error)

@@ -59,7 +59,9 @@ class Handle:
         self.actor = Actor(model_id, backend, facts, options, runner, cache, cold)
         self.embedder: Embedder | None = None  # None: this model gives no embeddings
         if facts.embeddings is not None:
-            self.embedder = Embedder(model_id, backend, facts, options, runner, self._is_generating)
+            self.embedder = Embedder(
+                model_id, backend, facts, options, runner, self._is_generating, self.actor.pause
+            )
         self.closed = trio.Event()
         self.stopping = False  # no new requests, no reads
         self.gone = "was unloaded"  # what became of it, once it is stopping

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from contextlib import ExitStack
-from itertools import islice
 from typing import TYPE_CHECKING
 
 import trio
@@ -160,7 +159,7 @@ class _Restore:
             for piece in self._plan.small:  # without them the rest is of no use
                 data = await self._lease.load(piece.index, piece.part)
                 if data is None:
-                    self.found_damage = True  # gone, or damaged: either way it is not found again
+                    self.found_damage = not self._is_stored(piece)
                     return False
                 small.append((piece, held.enter_context(data)))
             if self._all_or_nothing and not await self._reserve_all(held):
@@ -210,18 +209,23 @@ class _Restore:
 
     async def _import_in_order(self, nursery: trio.Nursery, ahead: deque[_Reading]) -> bool:
         still_used = {piece.index for piece in self._plan.small}
-        todo = iter(self._plan.base)
+        todo, n_ahead = deque(self._plan.base), READ_AHEAD
         while _still_wants(self._seq, self._stay):
-            for piece in islice(todo, READ_AHEAD - len(ahead)):
-                ahead.append(_Reading(piece))
+            while todo and len(ahead) < n_ahead:
+                ahead.append(_Reading(todo.popleft()))
                 nursery.start_soon(ahead[-1].run, self._lease)
             if not ahead:
                 return True
             await ahead[0].done.wait()
             piece, data = ahead[0].piece, ahead[0].data
             if data is None:
-                self.found_damage = True
-                return False
+                self.found_damage = not self._is_stored(piece)
+                if self.found_damage or n_ahead == 1:
+                    return False
+                n_ahead -= 1  # RAM has no room for so many; with fewer it may have
+                todo.extendleft(reversed([each.piece for each in ahead]))
+                await self._give_back(ahead)
+                continue
             with data:  # nobody may look at a buffer that is given back
                 if not await self._block(piece, data):
                     return False
@@ -229,6 +233,19 @@ class _Restore:
             if piece.index not in still_used:
                 self._lease.release(piece.index)
         return False
+
+    def _is_stored(self, piece: Piece) -> bool:
+        """Whether what could not be loaded is there: RAM has no room for it. Else it is not found again."""
+        return self._cache.store.has(self._lease.nodes[piece.index].name, piece.part)
+
+    async def _give_back(self, ahead: deque[_Reading]) -> None:
+        """Have none of these in memory any more. They are read anew when their turn comes."""
+        for reading in ahead:
+            await reading.done.wait()
+        _let_go(ahead)
+        for reading in ahead:
+            self._lease.unload(reading.piece.index)
+        ahead.clear()
 
     async def _block(self, piece: Piece, data: memoryview) -> bool:
         if not _still_wants(self._seq, self._stay):

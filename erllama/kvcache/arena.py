@@ -51,6 +51,11 @@ class Buffer:
         """What the buffer takes from the budget."""
         return 0 if self._memory is None else len(self._memory)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether it has more than one user."""
+        return self._n_users > 1
+
     def retain(self) -> None:
         """One more user; each calls `release` once."""
         assert self._n_users > 0, "a released buffer cannot be retained"
@@ -132,10 +137,14 @@ class Arena:
         return max(0, self.used_bytes + class_bytes(n_bytes) + spare - self._max)
 
     def try_take(self, n_bytes: int, spare: int = 0, *, fresh: bool = False) -> Buffer | None:
-        """A buffer, or None if the budget has no room for it and `spare` bytes more. `fresh`: no idle one."""
+        """A buffer, or None if the budget has no room for it and `spare` bytes more.
+
+        `fresh`: none that was used before, and only where it fits beside those that are idle.
+        Raises: OSError where the system has no more memory.
+        """
         size = class_bytes(n_bytes)
         with self._lock:
-            if self._used + self._extra + size + spare > self._max:
+            if self._used + self._extra + size + max(spare, self._idle_bytes if fresh else 0) > self._max:
                 return None
             if not size:
                 return Buffer(self, None, 0)

@@ -5,7 +5,8 @@ Rule 1: only this file changes the tree; callers are synchronous between awaits,
 Rule 2: a part is *usable* if a copy is in RAM or its tier is on, and it is not doomed. A walk ends before
         the first node whose parts are all unusable.
 Rule 3: a doomed part is being removed from its tier: nobody may lease it any more.
-Rule 4: dropping returns what must be unlinked on file tiers; the index forgets first, files follow.
+Rule 4: a lease holds the part, not its copy in RAM: where a file tier has it too the copy may go.
+Rule 5: dropping returns what must be unlinked on file tiers; the index forgets first, files follow.
 """
 
 from __future__ import annotations
@@ -339,8 +340,9 @@ class Catalog:
         copies_only: bool = False,
     ) -> Plan:
         """Which parts to drop from a tier to free `n_bytes`; `copies_only`: in RAM, none that lives there."""
-        held = (self.part_of(ref) for ref in (*self.leases, *self.busy))
-        locked = {part for part in held if part} | self.doomed
+        leased, busy = self._rows_of(self.leases), self._rows_of(self.busy)
+        locked = leased | busy | self.doomed
+        spare = {part for part in leased - busy - self.doomed if self._has_spare_copy(part)}
         return plan_evictions(
             self.tree,
             Want(
@@ -350,12 +352,21 @@ class Catalog:
                 cost_of=self.ram_cost if slot == RAM else self.file_cost,
                 cost=self.cost,
                 locked=locked,
+                spare=spare if slot == RAM else (),
                 copies_only=copies_only,
                 protected=self.pins.protected(),
                 force=force,
                 ceiling=ceiling,
             ),
         )
+
+    def _rows_of(self, refs: Iterable[PartId]) -> set[int]:
+        return {part for part in map(self.part_of, refs) if part}
+
+    def _has_spare_copy(self, part: int) -> bool:
+        """Whether a part's RAM copy can go without the part: its tier serves it, and nobody looks at it."""
+        copy, home = self.ram.get(part), self.tree.parts.home[part]
+        return copy is not None and home != RAM and home not in self.off and not copy.buffer.is_shared
 
     def ceiling(self, start: int, n_tokens: int, size: int) -> float:
         """What a newcomer is worth, for `plan`."""

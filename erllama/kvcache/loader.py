@@ -75,11 +75,8 @@ class Loader:
 
     async def run(self) -> None:
         """Touch buffers until cancelled: a few of the sizes that stored files have, then what is wanted."""
-        left = min(READY_BYTES, self._catalog.arena.max_bytes // 8)
-        for size in await self._run(_file_sizes, self._catalog.tree.parts.columns()):
-            if size * N_READY <= left:
-                left -= size * N_READY
-                await self._make_ready(size, N_READY)
+        if list(self._tiers):
+            await self._make_some_ready()
         while True:
             await self._wants_more.wait()
             self._wants_more = trio.Event()
@@ -87,15 +84,27 @@ class Loader:
                 self._wanted.subtract({size: n})
                 await self._make_ready(size, n)
 
+    async def _make_some_ready(self) -> None:
+        left = min(READY_BYTES, self._catalog.arena.max_bytes // 8)
+        for size in await self._run(_file_sizes, self._catalog.tree.parts.columns()):
+            if size * N_READY <= left:
+                left -= size * N_READY
+                await self._make_ready(size, N_READY)
+
     async def _make_ready(self, size: int, n: int) -> None:
-        """More idle buffers that were used before, if the budget has room for them."""
-        with contextlib.ExitStack() as held:
-            for _ in range(n):
-                buffer = self._catalog.arena.try_take(size, fresh=True)
-                if buffer is None:
-                    return
-                held.callback(buffer.release)
+        """Up to `n` more idle buffers that were used before: one at a time, none that others may need."""
+        for _ in range(n):
+            try:
+                buffer = self._catalog.arena.try_take(size, N_READY * size, fresh=True)
+            except OSError as why:  # no more addresses; nobody is waiting for this
+                log.debug("no memory to make ready: %s", why)
+                return
+            if buffer is None:
+                return
+            try:
                 await self._run(_touch, buffer.view)
+            finally:
+                buffer.release()
 
     def _want(self, n_bytes: int) -> None:
         self._wanted[class_bytes(n_bytes)] += 1
@@ -153,8 +162,10 @@ class Loader:
             if part not in catalog.ram and (flight.n_waiting or self._is_worth_keeping(ref, buffer)):
                 catalog.keep_copy(part, copy)
                 kept = True
-                self._room.fit()
-            return self._verified(ref, copy, same)
+            verified = self._verified(ref, copy, same)  # only now: what nobody looks at may be pushed out
+            if kept and not self._room.fit() and part in catalog.ram:
+                catalog.drop_copy(part)
+            return verified
         finally:
             if not kept:
                 buffer.release()

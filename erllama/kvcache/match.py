@@ -86,7 +86,8 @@ class Lease:
     """Holds a match's nodes where they are while they are read. A context manager; sync.
 
     `nodes` are the match's nodes that are still there, the partial one last if it is (`partial` is True
-    then). Nothing of them is evicted until the lease ends or the node is released.
+    then). None of their parts is evicted until the lease ends or the node is released; a copy in RAM of what
+    a file tier holds may be, while nobody looks at it, and is read again.
     """
 
     def __init__(self, catalog: Catalog, loader: Loader, match: Match) -> None:
@@ -98,7 +99,7 @@ class Lease:
         self.nodes = tuple(nodes[:there])
         self.partial = match.partial is not None and there == len(nodes)
         self._held: list[list[tuple[bytes, PartKind]]] = [self._hold(node.name) for node in self.nodes]
-        self._buffers: list[list[Buffer]] = [[] for _ in self.nodes]
+        self._buffers: list[list[tuple[PartKind, Buffer]]] = [[] for _ in self.nodes]
 
     def _is_live(self, name: bytes) -> bool:
         row = self._catalog.tree.find(name)
@@ -124,7 +125,7 @@ class Lease:
         )
         if buffer is None:
             return None
-        self._buffers[index].append(buffer)
+        self._buffers[index].append((kind, buffer))
         return buffer.view.toreadonly()
 
     async def load_many(
@@ -155,9 +156,18 @@ class Lease:
             if not leases[ref]:
                 del leases[ref]
         self._held[index] = []
-        for buffer in self._buffers[index]:
+        for _, buffer in self._buffers[index]:
             buffer.release()
         self._buffers[index] = []
+
+    def unload(self, index: int, kind: PartKind = PartKind.BASE) -> None:
+        """Give back what was loaded of a part; its node stays held. Views of it must not be used any more."""
+        loaded, self._buffers[index] = self._buffers[index], []
+        for each in loaded:
+            if each[0] == kind:
+                each[1].release()
+            else:
+                self._buffers[index].append(each)
 
     def close(self) -> None:
         """Let go of everything. Idempotent."""

@@ -60,13 +60,17 @@ class NameTable:
         self._place(self._slots[shard], name, row)
 
     def remove(self, name: bytes) -> None:
-        """Forget a name that is present; later entries of its probe run move up, so no tombstones."""
+        """Forget a name that is present, its row has none then.
+
+        Later entries of its probe run move up, so no tombstones.
+        """
         shard = name[0]
         slots = self._slots[shard]
         size = len(slots)
         hole = self._home(name, size)
         while self.name(slots[hole]) != name:
             hole = (hole + 1) % size
+        freed = slots[hole]
         self._filled[shard] -= 1
         i = hole
         while True:
@@ -78,6 +82,7 @@ class NameTable:
             if (i - home) % size >= (i - hole) % size:
                 slots[hole], hole = row, i
         slots[hole] = 0
+        self._names[freed * NAME_BYTES : freed * NAME_BYTES + NAME_BYTES] = bytes(NAME_BYTES)
 
     def _grow(self, shard: int) -> None:
         old = self._slots[shard]

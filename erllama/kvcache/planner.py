@@ -8,7 +8,7 @@ Rule 4: an empty base only holds the path to what hangs on it. With nothing on i
 
 Order: window parts and states away from anchors, least recently used first; then by seconds of prefill saved
 per byte × reuse; pinned and live paths last, and only where the caller insists. In RAM a copy of what a file
-tier holds is worth only the time to read it again.
+tier holds is worth only the time to read it again. Of two worth the same, the one further behind goes.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ _NOTHING: Final[frozenset[int]] = frozenset()
 class Want:
     """What to free: `n_bytes` on tier `slot` at time `now` (seconds).
 
-    `locked`: part rows that must stay. `protected`: nodes that go last, if `force`. `ceiling`: the score
-    of the newcomer; parts worth more stay. `cost_of`: bytes a part row frees on this tier. `copies_only`:
-    in RAM, take only copies of what file tiers hold.
+    `locked`: part rows that must stay. `spare`: those of them whose copy in RAM may go, because a file tier
+    holds them too and nobody looks at the copy. `protected`: nodes that go last, if `force`. `ceiling`: the
+    score of the newcomer; parts worth more stay. `cost_of`: bytes a part row frees on this tier.
+    `copies_only`: in RAM, take only copies of what file tiers hold.
     """
 
     slot: int
@@ -54,6 +55,7 @@ class Want:
     cost_of: Callable[[int], int]
     cost: PrefillCost = field(default_factory=PrefillCost)
     locked: Collection[int] = _NOTHING
+    spare: Collection[int] = _NOTHING
     protected: Collection[int] = _NOTHING
     force: bool = False
     ceiling: float | None = None
@@ -94,18 +96,21 @@ class _Planner:
         plan = Plan([], 0, False)
         keys, rows = self._candidates()
         fed = 0
-        heap: list[tuple[float, int]] = []
+        heap: list[tuple[float, int, int]] = []
         while not plan.enough:
             # Candidates come in slices: most plans need a handful of thousands.
             if fed < len(rows) and (not heap or heap[0][0] > keys[fed]):
                 for key, row in zip(keys[fed : fed + _SLICE], rows[fed : fed + _SLICE], strict=True):
-                    heapq.heappush(heap, (key, row))
+                    self._push(heap, key, row)
                 fed += _SLICE
             if not heap:
                 break
-            key, part = heapq.heappop(heap)
+            key, _, part = heapq.heappop(heap)
             self._take(plan, key, part, heap)
         return plan
+
+    def _push(self, heap: list[tuple[float, int, int]], key: float, part: int) -> None:
+        heapq.heappush(heap, (key, -self._tree.end(self._tree.parts.node[part]), part))
 
     def _candidates(self) -> tuple[list[float], list[int]]:
         """Rows that may go as things are and their keys, smallest key first."""
@@ -115,17 +120,22 @@ class _Planner:
         leaf = (np.array(tree.by_tokens.roots, np.int32) == 0)[c["node"]]
         n_parts = self._n_parts()[c["node"]]
         free = leaf | ((c["kind"] != PartKind.BASE) & (n_parts > 1))
+        copies = c["home"] != RAM
         if want.slot == RAM:
-            copies = c["home"] != RAM
             free = copies if want.copies_only else free | copies
         allowed = here & free & (c["node"] != 0)
         if want.locked:
             allowed[np.fromiter(want.locked, np.int64)] = False
+        if want.slot == RAM and want.spare:
+            spare = np.fromiter(want.spare, np.int64)
+            allowed[spare] = (here & copies)[spare]
         rows = np.flatnonzero(allowed)
         keys = self._keys({name: column[rows] for name, column in c.items()})
         cheap = keys <= self._limit()
         keys, rows = keys[cheap], rows[cheap]
-        order = np.argsort(keys, kind="stable")
+        node = c["node"][rows]
+        ends = np.array(tree.start, np.int64)[node] + np.array(tree.n_tokens, np.int64)[node]
+        order = np.lexsort((-ends, keys))
         return keys[order].tolist(), rows[order].tolist()
 
     def _n_parts(self) -> NDArray[np.int64]:
@@ -193,7 +203,7 @@ class _Planner:
             return want.ceiling
         return np.inf if want.force else 3 * _CLASS
 
-    def _take(self, plan: Plan, key: float, part: int, heap: list[tuple[float, int]]) -> None:
+    def _take(self, plan: Plan, key: float, part: int, heap: list[tuple[float, int, int]]) -> None:
         tree, want = self._tree, self._want
         if part in self._gone_parts:
             return
@@ -240,7 +250,7 @@ class _Planner:
         gone = self._gone_children.get(node, 0)
         return gone > 0 and gone == sum(1 for _ in self._tree.children(node))
 
-    def _expose(self, parent: int, heap: list[tuple[float, int]]) -> None:
+    def _expose(self, parent: int, heap: list[tuple[float, int, int]]) -> None:
         """A node went: its parent's parts may be next."""
         self._gone_children[parent] = self._gone_children.get(parent, 0) + 1
         if not self._tree.parent[parent] or not self._is_leaf(parent):
@@ -250,7 +260,7 @@ class _Planner:
             if self._is_here(row) and row not in self._want.locked:
                 key = self._key(row)
                 if key <= limit:
-                    heapq.heappush(heap, (key, row))
+                    self._push(heap, key, row)
 
 
 def plan_evictions(tree: Tree, want: Want) -> Plan:

@@ -68,11 +68,10 @@ class RamRoom:
                 return None
         return self.take_nowait(n_bytes, ceiling=ceiling)
 
-    def fit(self) -> None:
-        """Evict what a head larger than the spare has pushed over the budget."""
+    def fit(self) -> bool:
+        """Evict what a head larger than the spare has pushed over the budget; False if that cannot be."""
         over = self._catalog.arena.used_bytes - self._catalog.arena.max_bytes
-        if over > 0:
-            self._evict(over, ceiling=None, copies_only=self.spill is not None)
+        return over <= 0 or self._evict(over, ceiling=None, copies_only=self.spill is not None)
 
     def evict(self, n_bytes: int, *, force: bool) -> tuple[int, int]:
         """Drop at least `n_bytes` from RAM if possible; returns parts and bytes."""

@@ -35,7 +35,10 @@ _COLUMN_BYTES: Final = 4 * 5 + 8 + 1
 
 
 class Tree:
-    """All nodes of all identities. Row 0 stands for none; a root row has no name and no parts."""
+    """All nodes of all identities. Row 0 stands for none; a root row has no name and no parts.
+
+    A root goes with its last node.
+    """
 
     def __init__(self) -> None:
         self.names = NameTable()
@@ -69,7 +72,7 @@ class Tree:
         return self.names.find(name)
 
     def root(self, identity: Identity) -> int | None:
-        """The root row of an identity, if it has ever had nodes."""
+        """The root row of an identity, if it has nodes."""
         return self._roots.get(identity.space)
 
     def identity(self, row: int) -> Identity:
@@ -151,7 +154,7 @@ class Tree:
     # --- writing ----------------------------------------------------------------------------------
 
     def add_root(self, identity: Identity) -> int:
-        """The root row of an identity, made if new."""
+        """The root row of an identity, made if new: a node is to be inserted behind it."""
         row = self._roots.get(identity.space)
         if row is None:
             row = self._new_row()
@@ -199,6 +202,13 @@ class Tree:
             self.by_bytes.remove(parent, row)
         self.names.remove(self.names.name(row))
         self.n_nodes -= 1
+        self._free_row(row)
+        if not self.parent[parent] and self.is_leaf(parent):
+            self._remove_root(parent)
+
+    def _remove_root(self, row: int) -> None:
+        """Clients choose salts, so identities come without end: one without nodes is forgotten."""
+        del self._roots[self._identities.pop(row).space]
         self._free_row(row)
 
     def set_flag(self, row: int, flag: NodeFlag, *, on: bool) -> None:

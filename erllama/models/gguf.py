@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from erllama.errors import MalformedGguf
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 MAGIC = b"GGUF"
@@ -45,8 +46,8 @@ class Length(int):
     """How many values an array has, where the array itself is not read."""
 
 
-def read_metadata(path: Path) -> dict[str, Any]:
-    """Keys and values; of an array only its `Length`. Blocks.
+def read_metadata(path: Path, whole: Sequence[str] = ()) -> dict[str, Any]:
+    """Keys and values; of an array only its `Length`, unless its key ends with one of `whole`. Blocks.
 
     Raises: `MalformedGguf`, OSError.
     """
@@ -55,7 +56,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
             if os.fstat(file.fileno()).st_size < 24:
                 raise MalformedGguf(f"{path} is too short for a GGUF file")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Reader(data).metadata()
+                return _Reader(data, tuple(whole)).metadata()
     except (struct.error, ValueError) as why:  # it ends early, or names what does not exist
         raise MalformedGguf(f"{path} is no readable GGUF file: {why}") from None
 
@@ -69,8 +70,9 @@ def embeds(metadata: dict[str, Any]) -> bool:
 class _Reader:
     """A place in the bytes."""
 
-    def __init__(self, data: mmap.mmap) -> None:
+    def __init__(self, data: mmap.mmap, whole: tuple[str, ...]) -> None:
         self._data = data
+        self._whole = whole
         self._at = 0
 
     def metadata(self) -> dict[str, Any]:
@@ -80,7 +82,11 @@ class _Reader:
         version, _, n_pairs = self._unpack("<IQQ")
         if version not in VERSIONS:
             raise ValueError(f"version {version}")
-        return {self._string(): self._value() for _ in range(n_pairs)}
+        return dict(self._pair() for _ in range(n_pairs))
+
+    def _pair(self) -> tuple[str, Any]:
+        key = self._string()
+        return key, self._value(key.endswith(self._whole))
 
     def _unpack(self, layout: str) -> tuple[Any, ...]:
         values = struct.unpack_from(layout, self._data, self._at)
@@ -98,13 +104,20 @@ class _Reader:
         self._at += n
         return self._data[self._at - n : self._at].decode("utf-8", "replace")
 
-    def _value(self) -> Any:
+    def _value(self, is_whole: bool) -> Any:
         (kind,) = self._unpack("<I")
         if kind == STRING:
             return self._string()
         if kind == ARRAY:
-            return self._skip_array()
+            return self._array() if is_whole else self._skip_array()
         return self._unpack(_layout(kind))[0]
+
+    def _array(self) -> list[Any]:
+        (kind,) = self._unpack("<I")
+        n = self._length()
+        if kind == STRING:
+            return [self._string() for _ in range(n)]
+        return [self._unpack(_layout(kind))[0] for _ in range(n)]
 
     def _skip_array(self) -> Length:
         (kind,) = self._unpack("<I")

@@ -13,19 +13,21 @@ from weakref import WeakKeyDictionary
 import trio
 
 from erllama import Done, Thinking, ThinkingEnd, Token, TokenId, ToolCallDelta
-from erllama.errors import ContextOverflow, EngineUnresponsive, InvalidContent, StickyBusy
+from erllama.errors import ContextOverflow, EngineUnresponsive, InvalidContent, NotSupported, StickyBusy
+from erllama.runtime.checking import RequestChecks
 
 from .fit import without_oldest
 from .late_system import PROBE, is_taken, needs_care, with_reminders
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Hashable, Mapping
+    from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from erllama import Completion, Event, Model
     from erllama.engine.request import EventStream
+    from erllama.middleware import Middleware
 
-    from .metrics import Metrics
+    from .metrics import Metrics, Op
     from .pool import Lease, Loading, Pool
     from .settings import LimitsTable, Settings
 
@@ -36,15 +38,27 @@ LONGEST_TOKEN = 16  # characters
 ROOM_FOR_ANSWER = 4  # a history that is cut leaves this part of the context to the answer, or max_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """A prompt without a template."""
+
+    prompt: str
+    generation: Mapping[str, Any]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """What a client wants, in no dialect: a prompt (text or token ids) or messages with `chat` options."""
+    """What a client wants, in no dialect: a prompt (text or token ids) or messages with `chat` options.
+
+    `plain` is asked instead where the model has no template for messages.
+    """
 
     model: str
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
     chat: Mapping[str, Any] = field(default_factory=dict)
     generation: Mapping[str, Any] = field(default_factory=dict)
+    plain: Plain | None = None
     session_id: Hashable = None
     cache_key: str | None = None  # OpenAI's `prompt_cache_key`
     salt: bytes = b""  # whose it is; see `tenants`
@@ -63,11 +77,13 @@ class Answer:
         limits: LimitsTable,
         scope: trio.CancelScope,
         *,
+        session_id: Hashable = None,
         n_dropped: int = 0,
         n_cut: int = 0,
         one_call: bool = False,
     ) -> None:
         self.lease = lease
+        self.session_id = session_id  # None where it runs without the one that was asked for
         self.n_dropped = n_dropped
         self.n_cut = n_cut
         self._one_call = one_call
@@ -197,6 +213,7 @@ class Generator:
         self.pool = pool
         self.settings = settings
         self._metrics = metrics
+        self._checks = RequestChecks()
         self._takes_late: WeakKeyDictionary[Model, bool] = WeakKeyDictionary()
 
     @asynccontextmanager
@@ -205,11 +222,15 @@ class Generator:
     ) -> AsyncIterator[Answer]:
         """The answer, for the block. Leaving it early ends the request wherever it is, and its session.
 
-        Raises: `ModelNotFound`, `QueueFull`, `QueueTimeout`, what loading raises, as `Model.chat`, and
-        `EngineUnresponsive` when a limit of time ends it.
+        Raises: `ModelNotFound`, `QueueFull`, `QueueTimeout`, what loading raises, as `Model.chat` (what can
+        be seen without a model: before a load), and `EngineUnresponsive` when a limit of time ends it.
         Cancellation: as leaving the block.
         """
         spec = self.pool.resolver.resolve(ask.model)
+        if not self.pool.is_ready(spec):  # else rendering says the same at once
+            await trio.to_thread.run_sync(
+                self._checks.check, ask.messages, ask.chat, ask.generation, abandon_on_cancel=True
+            )
         async with (
             self.pool.lease(spec, keep_alive_s=ask.keep_alive_s, on_loading=on_loading) as lease,
             self._opened(lease, ask) as answer,
@@ -219,9 +240,9 @@ class Generator:
                 yield answer
             finally:
                 self._metrics.ended(spec.name, answer.completion)
-                if answer.completion is None and ask.session_id is not None:
+                if answer.completion is None and answer.session_id is not None:
                     with trio.move_on_after(END_SESSION_S, shield=True):
-                        await lease.model.end_session(ask.session_id)
+                        await lease.model.end_session(answer.session_id)
 
     @asynccontextmanager
     async def _opened(self, lease: Lease, asked: Ask) -> AsyncIterator[Answer]:
@@ -230,10 +251,12 @@ class Generator:
             if asked.messages is not None:
                 asked = dataclasses.replace(asked, messages=await self.spoken(lease.model, asked.messages))
             started, ask, n_cut = trio.current_time(), asked, 0
+            held = asked.session_id is not None and lease.model.handle.actor.holds(asked.session_id)
+            watch = (self._metrics.watch_chat,)
             while True:
                 try:
                     with trio.fail_after(limits.engine_call_s):
-                        events = await stack.enter_async_context(_stream(lease.model, ask))
+                        events = await stack.enter_async_context(_stream(lease.model, ask, watch))
                     break
                 except trio.TooSlowError:
                     raise EngineUnresponsive(
@@ -244,18 +267,24 @@ class Generator:
                     if self.settings.session_busy == "refuse" or ask.session_id is None:
                         raise
                     ask = dataclasses.replace(ask, session_id=None)
+                except NotSupported as why:
+                    if why.reason != "chat_not_supported" or ask.plain is None:
+                        raise
+                    asked = ask = _without_template(ask, ask.plain)
                 except ContextOverflow as why:
                     if ask.messages is not None:
                         ask = self._shorter(ask, why)
                     else:
                         ask, n_cut = await _cut(lease.model, ask, why)
-            self._admitted(lease, trio.current_time() - started)
+            op: Op = "continue" if held and ask.session_id is not None else "infer"
+            self._admitted(lease, op, trio.current_time() - started)
             scope = trio.CancelScope()
             answer = Answer(
                 lease,
                 events,
                 limits,
                 scope,
+                session_id=ask.session_id,
                 n_dropped=len(asked.messages or ()) - len(ask.messages or ()),
                 n_cut=n_cut,
                 one_call=ask.chat.get("parallel_tool_calls") is False,
@@ -278,8 +307,8 @@ class Generator:
             self._takes_late[model] = taken
         return messages if taken else with_reminders(messages)
 
-    def _admitted(self, lease: Lease, seconds: float) -> None:
-        self._metrics.admitted("infer", seconds)
+    def _admitted(self, lease: Lease, op: Op, seconds: float) -> None:
+        self._metrics.admitted(op, seconds)
         if seconds >= SLOW_ADMISSION_S:
             log.warning("handing a request to %s took %.1f s", lease.model.model_id, seconds)
 
@@ -292,6 +321,12 @@ class Generator:
         if shorter is None:
             raise why
         return dataclasses.replace(ask, messages=[dict(message) for message in shorter])
+
+
+def _without_template(ask: Ask, plain: Plain) -> Ask:
+    return dataclasses.replace(
+        ask, messages=None, chat={}, plain=None, prompt=plain.prompt, generation=plain.generation
+    )
 
 
 def _room(ask: Ask, why: ContextOverflow) -> int:
@@ -315,7 +350,8 @@ async def _cut(model: Model, ask: Ask, why: ContextOverflow) -> tuple[Ask, int]:
     )
 
 
-def _stream(model: Model, ask: Ask) -> AbstractAsyncContextManager[EventStream]:
+def _stream(model: Model, ask: Ask, watch: Sequence[Middleware]) -> AbstractAsyncContextManager[EventStream]:
+    """`watch`: middleware of chats; a prompt that is text or ids is not rendered."""
     # Those who wait for a sequence do so in the pool's queue; what is left is the step in which one ends.
     options: dict[str, Any] = {
         **ask.generation,
@@ -324,6 +360,6 @@ def _stream(model: Model, ask: Ask) -> AbstractAsyncContextManager[EventStream]:
         "on_full": "block",
     }
     if ask.messages is not None:
-        return model.chat_stream(ask.messages, **ask.chat, **options)
+        return model.chat_stream(ask.messages, **ask.chat, **options, middleware=watch)
     assert ask.prompt is not None, "an ask has messages or a prompt"
     return model.stream(ask.prompt, **options)

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import trio
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from erllama import Completion
+    from erllama.middleware import Call, Next
 
     from .pool import Pool
     from .record import Record
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+Op = Literal["infer", "continue"]  # the latter: its session holds a sequence that it goes on from
+SHORT_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 SECONDS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 
 
@@ -53,12 +56,22 @@ class Metrics:
             "erllama_engine_admit_duration_seconds", "Handing a request to the engine, rendering included",
             ("op",), buckets=SECONDS, registry=registry,
         )  # fmt: skip
+        self._chat = {
+            "chat_apply": self._histogram(
+                "erllama_chat_apply_duration_seconds", "Rendering a chat", SHORT_SECONDS
+            ),
+            "chat_parse": self._histogram(
+                "erllama_chat_parse_duration_seconds", "Reading a chat's whole answer", SHORT_SECONDS
+            ),
+        }
+        for op in get_args(Op):
+            self._admit.labels(op)
         self._streams = Gauge(
             "erllama_active_answers", "Answers being generated", of_model, registry=registry
         )
 
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(name, text, ("model",), buckets=SECONDS, registry=self._registry)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+        return Histogram(name, text, ("model",), buckets=buckets, registry=self._registry)
 
     def watch(self, pool: Pool) -> None:
         """Report the pool's gauges too."""
@@ -75,7 +88,19 @@ class Metrics:
         self._requests.labels(record.surface, path, str(record.status)).inc()
         self._duration.labels(record.surface, path).observe(seconds)
 
-    def admitted(self, op: str, seconds: float) -> None:
+    async def watch_chat(self, call: Call, following: Next) -> Any:
+        """Middleware of chats: how long they are rendered and read. Raises and cancels as they do."""
+        histogram = self._chat.get(call.name)
+        if histogram is None:
+            return await following(call)
+        started = time.monotonic()
+        result = await following(call)
+        # Read while it was generated: the call comes at the end, and says how long that took in all.
+        seconds = call.arguments.get("seconds", time.monotonic() - started)
+        histogram.labels(call.model_id).observe(seconds)
+        return result
+
+    def admitted(self, op: Op, seconds: float) -> None:
         """The engine has a request."""
         self._admit.labels(op).observe(seconds)
 
@@ -133,9 +158,8 @@ class _PoolCollector(Collector):
         loaded = GaugeMetricFamily("erllama_model_loaded", "1 if it is loaded", labels=names)
         running = GaugeMetricFamily("erllama_requests_running", "Requests that hold a place", labels=names)
         queued = GaugeMetricFamily("erllama_queue_depth", "Requests that wait for a place", labels=names)
+        idle = GaugeMetricFamily("erllama_model_idle_seconds", "Since a request last had it", labels=names)
         steps = CounterMetricFamily("erllama_steps", "Calls of llama_decode", labels=names)
-        apply = SummaryMetricFamily("erllama_chat_apply_duration_seconds", "Rendering chats", labels=names)
-        parse = SummaryMetricFamily("erllama_chat_parse_duration_seconds", "Reading answers", labels=names)
         for entry in self._pool.all_entries():
             label = [entry.spec.name]
             loaded.add_metric(label, float(entry.is_loaded))
@@ -143,11 +167,9 @@ class _PoolCollector(Collector):
             queued.add_metric(label, entry.n_waiting)
             if entry.model is None or not entry.is_loaded:
                 continue
+            idle.add_metric(label, 0.0 if entry.n_inside else trio.current_time() - entry.last_active)
             steps.add_metric(label, entry.model.statistics().n_steps)
-            chat = entry.model.chat_statistics()
-            apply.add_metric(label, count_value=chat.n_applied, sum_value=chat.apply_s)
-            parse.add_metric(label, count_value=chat.n_parsed, sum_value=chat.parse_s)
-        yield from (loaded, running, queued, steps, apply, parse)
+        yield from (loaded, running, queued, idle, steps)
 
 
 class BusyRatio:

@@ -8,7 +8,7 @@ from erllama.errors import InvalidContent
 
 from .body import check_count, given, ignored_note, refuse
 from .duration import seconds_of
-from .generation import Ask
+from .generation import Ask, Plain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,24 +19,33 @@ if TYPE_CHECKING:
 UNLIMITED = 2**31 - 1
 
 
-def generate_ask(body: GenerateBody, session_id: str | None, *, templated: bool) -> Ask:
-    """A prompt as it is, or as a user's message where it is `templated`. Raises: `InvalidOption`."""
+def generate_ask(body: GenerateBody, session_id: str | None) -> Ask:
+    """A user's message, or with `raw`, or for a model without a template, the prompt as it is.
+
+    Raises: `InvalidOption`.
+    """
     for name in ("suffix", "template", "context", "images"):
         if getattr(body, name):
             raise refuse(name, "not supported")
     shared = _shared(body, session_id)
-    if templated:
-        system = [{"role": "system", "content": body.system}] if body.system else []
-        return Ask(
-            **shared,
-            messages=[*system, {"role": "user", "content": body.prompt}],
-            chat=_chat_options(body, None),
-        )
-    generation = dict(shared.pop("generation"))
-    if _format(body.format) is not None:
-        generation["json_schema"] = body.format if isinstance(body.format, dict) else {"type": "object"}
+    plain = _plain(body, shared["generation"])
+    if body.raw:
+        return Ask(**{**shared, "generation": plain.generation}, prompt=plain.prompt)
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    return Ask(
+        **shared,
+        messages=[*system, {"role": "user", "content": body.prompt}],
+        chat=_chat_options(body, None),
+        plain=plain,
+    )
+
+
+def _plain(body: GenerateBody, generation: Mapping[str, Any]) -> Plain:
+    schema: dict[str, Any] | None = body.format if isinstance(body.format, dict) else {"type": "object"}
+    if _format(body.format) is None:
+        schema = None
     prompt = f"{body.system}\n\n{body.prompt}" if body.system else body.prompt
-    return Ask(**shared, generation=generation, prompt=prompt)
+    return Plain(prompt, given({**generation, "json_schema": schema}))
 
 
 def chat_ask(body: OllamaChatBody, limits: LimitsTable, session_id: str | None) -> Ask:

@@ -38,9 +38,10 @@ def ollama_routes(service: Service) -> APIRouter:
     async def generate(body: GenerateBody, request: Request) -> Response:
         """Continue a prompt, or load (or with `keep_alive: 0` unload) the model if there is none."""
         if not body.prompt:
-            return await _preload(service, body.model, body.keep_alive, is_chat=False)
-        templated = not body.raw and await _has_template(service, body.model)
-        ask = generate_ask(body, session_of(request), templated=templated)
+            return await while_present(
+                request, lambda: _preload(service, body.model, body.keep_alive, is_chat=False)
+            )
+        ask = generate_ask(body, session_of(request))
         reply = OllamaReply(body.model, is_chat=False)
         return AnswerReply(service.generator, ask, reply, stream=body.stream is not False)
 
@@ -48,7 +49,9 @@ def ollama_routes(service: Service) -> APIRouter:
     async def chat(body: OllamaChatBody, request: Request) -> Response:
         """Answer a conversation, or load (or unload) the model if there is none."""
         if not body.messages:
-            return await _preload(service, body.model, body.keep_alive, is_chat=True)
+            return await while_present(
+                request, lambda: _preload(service, body.model, body.keep_alive, is_chat=True)
+            )
         ask = chat_ask(body, limits, session_of(request))
         reply = OllamaReply(body.model, is_chat=True)
         return AnswerReply(service.generator, ask, reply, stream=body.stream is not False)
@@ -116,20 +119,8 @@ async def _preload(service: Service, name: str, keep_alive: float | str | None, 
     reply, keep_alive_s = OllamaReply(name, is_chat=is_chat), seconds_of(keep_alive)
     spec = service.pool.resolver.resolve(name)
     if keep_alive_s == 0:
-        await service.pool.let_go(spec)
-        return JSONResponse(reply.preloaded("unload", 0.0))
+        is_gone = await service.pool.let_go(spec)
+        return JSONResponse(reply.preloaded("unload" if is_gone else "load", 0.0))
     async with service.pool.lease(spec, keep_alive_s=keep_alive_s, with_place=False) as lease:
         load_s = lease.load_s
     return JSONResponse(reply.preloaded("load", load_s))
-
-
-async def _has_template(service: Service, name: str) -> bool:
-    """Whether the model can be asked in the form of a conversation; it is loaded for that."""
-    async with service.reading(name) as lease:
-        try:
-            await lease.model.chat_apply([{"role": "user", "content": "?"}])
-        except NotSupported as why:
-            if why.reason == "chat_not_supported":
-                return False
-            raise
-    return True

@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from erllama.engine.free_memory import free_memory
 from erllama.errors import ErllamaError, LoadFailed, ModelWouldOom, QueueFull, QueueTimeout
 
 from .embedding_models import context_of
+from .memory import check_room, need_of
 
 if TYPE_CHECKING:
     import erllama
+    from erllama.engine.free_memory import FreeMemory
 
     from .registry import Resolver, Spec
     from .settings import Settings
@@ -44,9 +47,11 @@ class Entry:
     loading: Loading | None = None
     unloading: trio.Event | None = None
     n_inside: int = 0  # leases and those who wait for one
+    n_in_line: int = 0  # of these, who has a place or wants one
     last_active: float = 0.0
     loaded_at: float = 0.0
     expires_at: float = math.inf
+    is_let_go: bool = False  # it is freed as soon as nobody needs it
 
     @property
     def is_loaded(self) -> bool:
@@ -75,6 +80,7 @@ class Loading:
 
     over: trio.Event = field(default_factory=trio.Event)
     fraction: float = 0.0
+    takes_bytes: int = 0  # estimated; 0 until it is known
     error: ErllamaError | None = None
 
     def report(self, fraction: float) -> None:
@@ -102,12 +108,19 @@ class PoolStatistics:
 
 
 class Pool:
-    """Models by name. `run` owns its tasks."""
+    """Models by name. `run` owns its tasks. `look`: what memory is free; called in a worker thread."""
 
-    def __init__(self, settings: Settings, resolver: Resolver, load: Load) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        resolver: Resolver,
+        load: Load,
+        look: Callable[[], FreeMemory] = free_memory,
+    ) -> None:
         self.resolver = resolver
         self._settings = settings
         self._load = load
+        self._look = look
         self._entries: dict[str, Entry] = {}
         self._nursery: trio.Nursery | None = None
         self._changed = trio.Event()
@@ -136,6 +149,11 @@ class Pool:
         """The entry of a model; None before it was first asked for."""
         return self._entries.get(spec.name)
 
+    def is_ready(self, spec: Spec) -> bool:
+        """Whether a lease would begin at once."""
+        entry = self.entry_of(spec)
+        return entry is not None and entry.is_loaded and entry.lanes.available_tokens > 0
+
     def statistics(self) -> PoolStatistics:
         """Counts since the start."""
         return PoolStatistics(n_loads=self._n_loads, n_failed_loads=self._n_failed, n_unloads=self._n_unloads)
@@ -159,11 +177,14 @@ class Pool:
         """
         entry = self._entry(spec)
         depth = spec.table.queue_depth if spec.table.queue_depth is not None else self._settings.queue.depth
-        if with_place and entry.n_inside >= int(entry.lanes.total_tokens) + depth:
+        if with_place and entry.n_in_line >= int(entry.lanes.total_tokens) + depth:
             raise QueueFull(
-                f"{entry.n_inside} requests of {spec.name!r} run or wait already; try again later"
+                f"{entry.n_in_line} requests of {spec.name!r} run or wait already; try again later"
             )
+        if keep_alive_s:  # said later than whoever let it go
+            entry.is_let_go = False
         entry.n_inside += 1
+        entry.n_in_line += with_place
         try:
             started = trio.current_time()
             model = await self._loaded(entry, on_loading)
@@ -178,6 +199,7 @@ class Pool:
                     entry.lanes.release_on_behalf_of(place)
         finally:
             entry.n_inside -= 1
+            entry.n_in_line -= with_place
             self._used(entry, keep_alive_s)
         if entry.is_idle and entry.keep_alive_s == 0:
             await self.unload(entry)
@@ -207,7 +229,8 @@ class Pool:
     def _used(self, entry: Entry, keep_alive_s: float | None) -> None:
         """The last one to say how long it stays is obeyed; who says nothing means the default."""
         entry.last_active = trio.current_time()
-        entry.keep_alive_s = keep = self._default_s(entry.spec) if keep_alive_s is None else keep_alive_s
+        keep = self._default_s(entry.spec) if keep_alive_s is None else keep_alive_s
+        entry.keep_alive_s = keep = 0 if entry.is_let_go else keep
         entry.expires_at = math.inf if keep < 0 else entry.last_active + keep
         self._wake()
 
@@ -260,14 +283,39 @@ class Pool:
     async def _load_with_room(self, entry: Entry, loading: Loading) -> erllama.Model:
         while True:
             try:
+                if self._settings.memory_aware_loading:
+                    await self._check_room(entry, loading)
                 return await self._load(entry.spec, loading.report)
             except ModelWouldOom:
                 idle = [e for e in self._entries.values() if e.is_idle and e is not entry]
-                if not self._settings.memory_aware_loading or not idle:
+                going = [e.unloading for e in self._entries.values() if e.unloading is not None]
+                if not self._settings.memory_aware_loading or not (idle or going):
                     raise
+                if going:
+                    await going[0].wait()
+                    continue
                 victim = min(idle, key=lambda e: e.last_active)
                 log.info("unloading %s: %s needs the memory", victim.spec.name, entry.spec.name)
                 await self.unload(victim)
+
+    async def _check_room(self, entry: Entry, loading: Loading) -> None:
+        """Whether the model will fit, as far as its file tells. Raises: `ModelWouldOom`."""
+        need = await need_of(entry.spec.table, await entry.spec.find_file(loading.report))
+        if need is None:
+            return
+        others = self._loadings()
+        free = await trio.to_thread.run_sync(self._look)
+        others |= self._loadings()  # one that ended meanwhile may not have had its memory when we looked
+        check_room(
+            need,
+            free,
+            taken_bytes=sum(other.takes_bytes for other in others - {loading}),
+            margin_bytes=self._settings.model_load_memory_margin,
+        )
+        loading.takes_bytes = need.total_bytes
+
+    def _loadings(self) -> set[Loading]:
+        return {entry.loading for entry in self._entries.values() if entry.loading is not None}
 
     # --- unloading ---
 
@@ -277,6 +325,7 @@ class Pool:
             await trio.lowlevel.checkpoint()
             return False
         model, entry.model = entry.model, None
+        entry.is_let_go = False
         entry.unloading = trio.Event()
         try:
             await model.unload()
@@ -287,14 +336,24 @@ class Pool:
         log.info("unloaded %s", entry.spec.name)
         return True
 
-    async def let_go(self, spec: Spec) -> None:
-        """Free a model now if it is idle, else when the last one who uses it is done."""
+    async def let_go(self, spec: Spec) -> bool:
+        """Free a model as soon as nobody needs it; False if meanwhile a request asked for it to stay.
+
+        Cancellation: it is freed all the same.
+        """
         entry = self._entries.get(spec.name)
         if entry is None:
             await trio.lowlevel.checkpoint()
-            return
-        if not await self.unload(entry):
-            self._used(entry, 0)
+            return True
+        entry.is_let_go = True
+        while entry.is_let_go and (entry.is_loaded or entry.loading is not None):
+            left = self._left  # the last one may leave while `unload` looks
+            if not await self.unload(entry):
+                await left.wait()
+        if entry.unloading is not None:
+            await entry.unloading.wait()
+        entry.is_let_go = False
+        return not entry.is_loaded
 
     def _wake(self) -> None:
         self._changed.set()

@@ -224,7 +224,8 @@ class AnswerReply(Response):
     async def _tell_of_load(self, wire: _Wire, scope: Scope, loading: Loading) -> None:
         await self._begin(wire, scope)
         while not loading.over.is_set():
-            await _write(wire, self._translation.loading)
+            progress = self._translation.remark(f"loaded {loading.fraction:.0%}")
+            await _write(wire, self._translation.loading + progress)
             with trio.move_on_after(LOAD_NEWS_S):
                 await loading.over.wait()
 

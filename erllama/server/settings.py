@@ -16,6 +16,7 @@ LOOPBACK = "127.0.0.1"
 N_SEQ_MAX = 4
 N_CTX = 4096
 MIB = 1 << 20
+GIB = 1 << 30
 
 
 class _Table(BaseModel):
@@ -127,9 +128,10 @@ class Settings(_Table):
     """Everything a server is told.
 
     `keep_alive_s`: how long a model without requests stays loaded; below 0, for ever. `memory_aware_loading`:
-    where a model would not fit, idle ones make room. `session_busy`: what a second request of a session gets
-    while the first one runs: a refusal, or to run without the session. `fit_history`: a chat that is too long
-    loses its oldest turns. `stable_prompts`: changing lines at the head of prompts are moved.
+    where a model would not fit, idle ones make room; `model_load_memory_margin` bytes stay free.
+    `session_busy`: what a second request of a session gets while the first one runs: a refusal, or to run
+    without the session. `fit_history`: a chat that is too long loses its oldest turns. `stable_prompts`:
+    changing lines at the head of prompts are moved.
     """
 
     listen: ListenTable = ListenTable()
@@ -142,6 +144,7 @@ class Settings(_Table):
     aliases: Mapping[str, str] = {}
     keep_alive_s: float = 300
     memory_aware_loading: bool = False
+    model_load_memory_margin: int = Field(default=GIB, ge=0)
     session_busy: Literal["refuse", "share"] = "refuse"
     fit_history: bool = True
     stable_prompts: bool = True
@@ -184,11 +187,19 @@ def read_file(path: str) -> dict[str, Any]:
         raise MissingConfig(f"cannot read {path}: {why.strerror}", detail={"path": path}) from None
     except ValueError as why:  # not UTF-8, not TOML
         raise InvalidConfig(f"{path} is not TOML: {why}", detail={"path": path}) from None
-    for table in values.get("models", {}).values():
+    for table in table_of(values, "models").values():
         for key in ("path", "chat_template_file"):
             if isinstance(table, dict) and isinstance(table.get(key), str):
                 table[key] = str(file.parent / Path(table[key]).expanduser())
     return values
+
+
+def table_of(values: Mapping[str, Any], key: str, under: str = "") -> dict[str, Any]:
+    """A table of a file, empty if it is not there. Raises: `InvalidConfig` for anything else of that name."""
+    table = values.get(key, {})
+    if not isinstance(table, dict):
+        raise InvalidConfig(f"{under}{key}: expected a table", detail={"key": f"{under}{key}"})
+    return dict(table)
 
 
 def check_name(name: str) -> str:

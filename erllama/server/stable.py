@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 HEAD_ROLES = ("system", "developer")
+END_ROLES = ("user", "tool")
 NOW = r"current (?:date and time|date & time|date/time|datetime|date time|date|time)"
 WITH_TIME = r"[^\n]{0,80}\d{1,2}:\d{2}[^\n]{0,80}"
 
@@ -63,26 +64,28 @@ RULES = (
     _rule("any", "clock", rf"#{{1,6}} {NOW}[ \t]*\n{WITH_TIME}$", "moved"),
     _rule("any", "clock", rf"[-*# \t]{{0,8}}(?:the )?{NOW}\b(?:\*\*)?(?: is|[ \t]*:){WITH_TIME}$", "moved"),
 )
+DROPPED = tuple(rule for rule in RULES if rule.action == "dropped")
 
 
 def stable_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
     """The messages with the table's lines moved or dropped, and what was done, for the header."""
+    rules = RULES if messages and _can_take(messages[-1]) else DROPPED
     made = [dict(message) for message in messages]
     head = list(takewhile(lambda message: message.get("role") in HEAD_ROLES, made))
     moved: list[str] = []
     notes: list[str] = []
     for message in head:
-        message["content"] = _changed(message.get("content"), moved, notes)
-    if moved and not _append(made, moved):
-        return [dict(message) for message in messages], ()  # nowhere to move them to
+        message["content"] = _changed(message.get("content"), rules, moved, notes)
+    if moved:
+        _append(made[-1], moved)
     made = [m for m in head if m["content"]] + made[len(head) :]
     return made, tuple(f"x-erllama-prompt-changes: {note}" for note in dict.fromkeys(notes))
 
 
-def _changed(content: Any, moved: list[str], notes: list[str]) -> Any:
+def _changed(content: Any, rules: Sequence[Rule], moved: list[str], notes: list[str]) -> Any:
     if isinstance(content, list):
         parts = [
-            {**part, "text": _changed(part["text"], moved, notes)}
+            {**part, "text": _changed(part["text"], rules, moved, notes)}
             if isinstance(part, dict) and isinstance(part.get("text"), str)
             else part
             for part in content
@@ -90,7 +93,7 @@ def _changed(content: Any, moved: list[str], notes: list[str]) -> Any:
         return [p for p in parts if not isinstance(p, dict) or p.get("text") != ""]
     if not isinstance(content, str):
         return content
-    for rule in RULES:
+    for rule in rules:
         found = rule.text.findall(content)
         if not found:
             continue
@@ -101,16 +104,15 @@ def _changed(content: Any, moved: list[str], notes: list[str]) -> Any:
     return content
 
 
-def _append(messages: list[dict[str, Any]], lines: list[str]) -> bool:
-    """Behind the text of the last message, if that is the user's or a tool's."""
-    last = messages[-1] if messages else {}
+def _can_take(last: Mapping[str, Any]) -> bool:
+    """Whether lines can be moved there."""
+    return last.get("role") in END_ROLES and isinstance(last.get("content"), (str, list))
+
+
+def _append(last: dict[str, Any], lines: list[str]) -> None:
+    """Behind the text of the last message."""
     text = "\n\n" + "\n".join(lines)
-    if last.get("role") not in ("user", "tool"):
-        return False
-    if isinstance(last.get("content"), str):
-        last["content"] += text
-        return True
     if isinstance(last.get("content"), list):
         last["content"] = [*last["content"], {"type": "text", "text": text}]
-        return True
-    return False
+    else:
+        last["content"] += text

@@ -111,6 +111,28 @@ def test_an_announced_call_is_never_content_too(name, complete):
     assert n_announced
 
 
+@pytest.mark.parametrize("step", [1, 3, 1000])
+@pytest.mark.parametrize("complete", [True, False])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "openai-gpt-oss-120b"])
+def test_text_behind_a_whole_call_takes_nothing_away(name, complete, step):
+    """It makes the answer unreadable: the call that was given out is in the message, the text is content."""
+    applied, text = written(templates(name), ONE_CALL)
+    params = ChatParams(prompt="", prompt_ids=[], applied=applied, tool_names=("get_weather", "get_time"))
+    deltas = []
+    with Answer(params) as answer:
+        deltas += answer.feed(text)
+        rest = " and more." * 200
+        for at in range(0, len(rest), step):
+            deltas += answer.feed(rest[at : at + step])
+        more, message = answer.finish(complete=complete)
+    deltas += more
+    sent = "".join(delta.arguments for delta in deltas if isinstance(delta, CallDelta))
+    [made] = message.tool_calls
+    assert made.arguments == json.loads(sent) == {"city": "Oslo"}
+    assert message.content == joined(ContentDelta, deltas)
+    assert message.content.strip() == rest.strip()
+
+
 SAD = "ok " + ":( [ {" * 300 + "the end"
 
 

@@ -20,8 +20,8 @@ from erllama.engine.burst import MOST_STEPS, Burst
 from erllama.engine.runner import ThreadRunner
 from erllama.engine.stream import EventBuffer
 from erllama.errors import DecodeFailed, DecodeTimeout, EngineError, EngineReset, NoLogits, NotLoaded
-from erllama.testing import FakeBackend
-from erllama.types import Done, TokenId
+from erllama.testing import FakeBackend, FakeEmbedder
+from erllama.types import Done, EmbeddingFacts, TokenId
 
 from .scenes import Bench, alone, ids_of, last, serving
 
@@ -467,3 +467,18 @@ def test_a_burst_ends_where_it_was_told_to():
     stopped = burst(2)
     stopped.stop()
     assert stopped.following(step, result(7, 8)) is None
+
+
+async def test_an_embedding_waits_for_no_more_than_the_running_step():
+    """Whoever embeds comes between two steps of those who generate."""
+    facts = EmbeddingFacts(n_embd=8, pooling="mean", n_ctx=200, n_rows=64, n_lanes=1, whole=False)
+    backend = Gate(n_slots=2, embedder=FakeEmbedder(facts))
+    n_before: list[int] = []  # steps before the call
+    backend.embedder.before_call = lambda _: n_before.append(len(backend.steps))
+    async with serving(backend) as bench, bench.stream([7], max_tokens=200):
+        await backend.reach("during")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(bench.handle.embedder.embed, [[1, 2]])
+            await trio.testing.wait_all_tasks_blocked()
+            backend.open_up()
+    assert n_before == [AT]

@@ -27,6 +27,8 @@ from erllama.types import EmbeddingFacts
 from .scenes import serving
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from erllama.backend import EmbedRow
 
 N_EMBD = 8
@@ -175,6 +177,21 @@ async def test_a_failing_call_fails_those_in_it(status: StepStatus, error: type[
             await bench.handle.embedder.embed([tokens(5)])
         embedder.before_call = None
         assert (await bench.handle.embedder.embed([tokens(5)])).shape == (1, N_EMBD)
+
+
+@pytest.mark.parametrize(("configured", "budget_s"), [(None, None), (0, None), (1.5, 1.5)])
+async def test_each_call_carries_its_budget(configured: float | None, budget_s: float | None) -> None:
+    """Neither None nor 0 is a limit here."""
+
+    class Noting(FakeEmbedder):
+        def embed(self, rows: Sequence[EmbedRow], budget_s: float | None = None) -> EmbedResult:
+            budgets.append(budget_s)
+            return super().embed(rows, budget_s)
+
+    budgets: list[float | None] = []
+    async with serving(FakeBackend(embedder=Noting(fake().facts)), decode_budget_s=configured) as bench:
+        await bench.handle.embedder.embed([tokens(5)])
+    assert budgets == [budget_s]
 
 
 async def test_one_unasked_abort_is_not_noticed() -> None:

@@ -196,11 +196,11 @@ def test_the_history_is_what_is_in_memory_and_what_is_pending():
     lane = lanes()
     pin = hold(lane, [1, 2, 3], "a", 1.0)
     assert (pin.n_kv, pin.pending.tolist()) == (2, [3])
-    assert history_of(pin, "a", None) == history_of(pin, "a", [1, 2, 3]) == [1, 2, 3]
+    assert history_of(pin, "a", None, b"") == history_of(pin, "a", [1, 2, 3], b"") == [1, 2, 3]
     with pytest.raises(TranscriptMismatch, match="part at 1"):
-        history_of(pin, "a", [1, 9, 3])
+        history_of(pin, "a", [1, 9, 3], b"")
     with pytest.raises(NoSession):
-        history_of(None, "a", [])
+        history_of(None, "a", [], b"")
 
 
 def test_a_continuation_goes_on_whoever_has_more():

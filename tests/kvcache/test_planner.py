@@ -276,3 +276,20 @@ def test_pin_board() -> None:
     assert [key for key, _ in board.items()] == ["b"]
     assert board.forget([b"B", b"Z"]) == 1
     assert len(board) == 0
+
+
+def test_leased_copies_go_from_the_end_and_take_nothing_along() -> None:
+    """A spare copy goes alone; what is leased and lives in RAM stays, and so does the node of either."""
+    model, above, copies = Model(), None, []
+    for i in range(3):
+        above = node([i], above)
+        copies.append(add(model, above))
+        model.tree.parts.hot[copies[-1]] = 1
+    state = add(model, above, kind=PartKind.STATE, home=RAM)  # saved while its node was leased
+    lives = add(model, node([9]), home=RAM)
+    model.tree.parts.hot[state] = model.tree.parts.hot[lives] = 1
+    locked = {*copies, lives}
+    assert plan(model, 10**6, RAM, locked=locked).parts == [state]
+    assert plan(model, 150, RAM, locked=locked, spare=copies, copies_only=True).parts == copies[:0:-1]
+    assert plan(model, 10**6, RAM, locked=locked, spare=copies).parts == [state, *copies[::-1]]
+    assert plan(model, 10**6, DISK, locked=locked, spare=copies).parts == []

@@ -6,7 +6,7 @@ import errno
 import math
 import os
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -64,6 +64,119 @@ async def test_files_survive_a_restart(tmp_path: pathlib.Path, kind: type) -> No
             "the fourth time does no I/O"
         )
         await b.settle()
+
+
+@pytest.mark.parametrize("n_buffers", [1, 3, 6, 9])
+async def test_a_path_larger_than_ram_is_read_every_time(tmp_path: pathlib.Path, n_buffers: int) -> None:
+    """Copies that stayed of its end, and are leased, give way to its beginning."""
+    history = list(range(40))
+    async with bench(tmp_path) as b:
+        await b.save_path(history, tier="kv")
+        await b.settle()
+    async with bench(tmp_path, ram_bytes=24_576 + n_buffers * 4096) as b:
+        for _ in range(5):
+            await trio.testing.wait_all_tasks_blocked()
+            match = await b.store.find(IDENTITY, Prompt.of(history))
+            with b.store.lease(match) as lease:
+                for index in range(10):
+                    view = await lease.load(index)
+                    assert view is not None, f"block {index}"
+                    view.release()
+                    lease.release(index)
+        assert b.store.statistics().loads_no_room == 0
+        await b.settle()
+
+
+async def test_a_copy_that_somebody_looks_at_stays(tmp_path: pathlib.Path) -> None:
+    """Leased copies give way, the one being read does not."""
+    async with bench(tmp_path, ram_bytes=60_000) as b:
+        await b.save_path(CHAT, tier="kv")
+        await b.store.flush()
+        match = await b.store.find(IDENTITY, Prompt.of(CHAT))
+        with b.store.lease(match) as lease:
+            view = await lease.load(2)
+            assert view is not None
+            with view:
+                taken = []
+                while (buffer := b.store.buffer_nowait(PART_BYTES)) is not None:
+                    taken.append(buffer)
+                copies = {b.store._catalog.ref_of(part)[0] for part in b.store._catalog.ram}
+                assert copies == {lease.nodes[2].name}
+                for buffer in taken:
+                    buffer.release()
+        await b.settle()
+
+
+async def test_leased_copies_stay_while_their_tier_is_off(tmp_path: pathlib.Path) -> None:
+    """Then they are all there is."""
+    async with bench(tmp_path, ram_bytes=60_000) as b:
+        await b.save_path(CHAT, tier="kv")
+        await b.store.flush()
+        [part, *_] = b.store._catalog.ram
+        with b.store.lease(await b.store.find(IDENTITY, Prompt.of(CHAT))) as lease:
+            b.store._catalog.off.add(b.store._catalog.tree.parts.home[part])
+            while (buffer := b.store.buffer_nowait(PART_BYTES)) is not None:
+                lease._buffers[0].append((PartKind.BASE, buffer))  # released with the lease
+            assert len(b.store._catalog.ram) == 4
+            b.store._catalog.off.clear()
+
+
+async def test_what_does_not_fit_with_its_head_is_read_and_not_kept(tmp_path: pathlib.Path) -> None:
+    """A head may be larger than what is left free for it."""
+    async with bench(tmp_path, ram_bytes=1 << 20) as b:
+        await b.save_path(CHAT, tier="kv", text=b"x" * 20_000)
+        await b.settle()
+    async with bench(tmp_path, ram_bytes=26_000) as b:
+        for _ in range(3):
+            await trio.testing.wait_all_tasks_blocked()
+            with b.store.lease(await b.store.find(IDENTITY, Prompt.of(CHAT))) as lease:
+                assert len(lease.nodes) == 4
+                for index in range(4):
+                    view = await lease.load(index)
+                    assert view is not None
+                    view.release()
+                    lease.release(index)
+        await b.settle()
+
+
+async def test_one_buffer_at_a_time_is_made_ready(tmp_path: pathlib.Path) -> None:
+    """They count as used while they are touched, and somebody may want the room."""
+    used: list[int] = []
+    inline = InlineRunner()
+
+    async def run(fn: Any, *args: Any) -> Any:
+        if fn.__name__ == "_touch":
+            used.append(b.store._arena.used_bytes)
+        return await inline(fn, *args)
+
+    async with bench(tmp_path, run=run) as b:
+        await b.save_path(CHAT, tier="kv")
+        await b.settle()
+        assert used == []
+        before = b.store._arena.used_bytes
+        b.store._loader._wanted[4096] = 3
+        b.store._loader._wants_more.set()
+        await trio.testing.wait_all_tasks_blocked()
+    assert used == [before + 4096] * 3
+
+
+async def test_no_memory_for_what_nobody_waits_for_is_no_failure(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buffers are not made ready then; what is wanted later is read as soon as there is memory."""
+    async with bench(tmp_path) as b:
+        await b.save_path(CHAT, tier="kv")
+        await b.settle()
+
+    def refuse(size: int) -> None:
+        raise OSError(errno.ENOMEM, "no addresses")
+
+    async with bench(tmp_path) as b:
+        with monkeypatch.context() as patch:
+            patch.setattr("erllama.kvcache.arena._map", refuse)
+            await trio.testing.wait_all_tasks_blocked()
+        assert b.store._arena.statistics().made == 0
+        assert await b.read(CHAT) == len(CHAT)
 
 
 async def test_buffers_for_the_first_reads_after_a_restart_are_ready(tmp_path: pathlib.Path) -> None:

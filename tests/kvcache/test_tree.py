@@ -235,3 +235,33 @@ def test_rows_are_used_again() -> None:
             model.remove(meta)
     assert model.tree.nbytes == size
     assert model.tree.n_nodes == model.tree.parts.n_parts == 0
+
+
+def test_identities_without_nodes_cost_nothing() -> None:
+    """A thousand salts that come and go: no more rows than one of them has, and none is known any more."""
+    model = Model()
+    for i in range(1000):
+        identity = Identity(shape_hash=b"x", salt=b"%d" % i)
+        first = node([1, 2], identity=identity)
+        second = node([3], first, identity=identity)
+        for meta in (first, second):
+            model.add(meta)
+        assert model.walk(Prompt.of([1, 2, 3]), identity).best.token_pos == 3
+        model.remove(second)
+        assert model.tree.root(identity) is not None
+        model.remove(first)
+        assert model.tree.root(identity) is None
+    assert model.tree.identities() == []
+    assert len(model.tree.parent) == 4
+
+
+def test_a_root_on_a_row_that_was_a_node_is_found() -> None:
+    """Rows are recycled: a root has no name, so what hangs behind it is found by its own."""
+    model = Model()
+    kept, gone = node([1, 2]), node([3, 4])
+    model.add(kept)
+    model.add(gone)
+    model.remove(gone)
+    other = Identity(shape_hash=b"x", salt=b"another")
+    model.add(node([5, 6], identity=other))
+    assert model.walk(Prompt.of([5, 6]), other).best.token_pos == 2

@@ -307,6 +307,8 @@ async def test_bad_tools_are_typed_errors(tools):
         {"reasoning": "deep"},
         {"parallel_tool_calls": 1},
         {"template_kwargs": {"enable_thinking": "yes"}},
+        {"template_kwargs": {"messages": []}},
+        {"template_kwargs": {"tools": 1}},
         {"temperature": -1},
         {"thinking": True, "reasoning": "off"},
         {"thinking": False, "reasoning": "inline"},

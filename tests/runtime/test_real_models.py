@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import trio
@@ -12,11 +12,14 @@ import trio.testing
 
 import erllama
 from erllama import ContextOptions, Done, Token, TokenId
+from erllama.engine import llama_backend
 from erllama.engine.permit import PROCESS_PERMIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from erllama import llama
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -133,16 +136,14 @@ async def test_one_decode_per_step_with_mixed_rows(
     smollm2_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """B13, G14: four requests of different length are prefilled and decoded in common calls."""
-    from erllama import llama
-
     calls: list[int] = []
-    decode = llama.Context.decode
+    decode_rows = llama_backend.decode_rows
 
-    def spy(self: llama.Context, batch: llama.Batch) -> int:
+    def spy(context: llama.Context, batch: llama.Batch, *rows: Any) -> Any:
         calls.append(batch.n_tokens)
-        return decode(self, batch)
+        return decode_rows(context, batch, *rows)
 
-    monkeypatch.setattr(llama.Context, "decode", spy)
+    monkeypatch.setattr(llama_backend, "decode_rows", spy)
     async with erllama.open_engine() as engine:
         model = await engine.load_model(smollm2_path, context=ContextOptions(n_ctx=1024, n_seq_max=4))
         calls.clear()

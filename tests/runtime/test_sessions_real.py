@@ -42,7 +42,9 @@ async def converse(path: Path, way: str) -> list[list[int]]:
     """Four turns on a model of its own; what it said. Each token is computed once if a session is held."""
     said, transcript = [], []
     async with erllama.open_engine() as engine:
-        model = await engine.load_model(path, context=ContextOptions(n_ctx=2048), policy=POLICY)
+        # One thread: on a busy machine their number changes, and with it a row's last bits.
+        context = ContextOptions(n_ctx=2048, n_threads=1)
+        model = await engine.load_model(path, context=context, policy=POLICY)
         for i, question in enumerate(QUESTIONS):
             close = "<|im_end|>\n" if i else ""  # the answer before was cut at its length
             tail = model.tokenize(close + TURN.format(question), add_special=False)

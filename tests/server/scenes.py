@@ -68,6 +68,7 @@ async def serving(
     names: tuple[str, ...] = ("fake",),
     *,
     within_s: float = 30,
+    engine: erllama.EngineConfig | None = None,
     **settings: Any,
 ) -> AsyncIterator[Scene]:
     """A server whose models are made by `make`, one for each name; its settings as in the file.
@@ -84,8 +85,8 @@ async def serving(
     metrics = Metrics()
     scene: Scene
 
-    config = with_signing_key(erllama.EngineConfig(), checked)
-    async with erllama.open_engine(config) as engine, trio.open_nursery() as nursery:
+    config = with_signing_key(engine or erllama.EngineConfig(), checked)
+    async with erllama.open_engine(config) as opened, trio.open_nursery() as nursery:
 
         async def load(spec: Any, progress: Callable[[float], None]) -> erllama.Model:
             scene.loads.append(spec.name)
@@ -93,7 +94,7 @@ async def serving(
             if scene.hold_load is not None:
                 await scene.hold_load.wait()
             backend = scene.backends[spec.name] = make()
-            return await engine.load_model(backend=backend, model_id=spec.name)
+            return await opened.load_model(backend=backend, model_id=spec.name)
 
         pool = Pool(checked, ConfiguredModels(checked), load)
         metrics.watch(pool)

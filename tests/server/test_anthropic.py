@@ -192,6 +192,12 @@ async def test_thinking_is_told_only_to_those_who_ask():
             final = await stream.get_final_message()
         assert [b.type for b in final.content] == ["thinking", "text"]
         assert final.content[1].text.strip() == "Hello."
+        omitted = {**thinking, "display": "omitted"}
+        reply = await client.messages.create(**options, thinking=omitted)
+        assert [(b.type, b.text.strip()) for b in reply.content] == [("text", "Hello.")]
+        async with client.messages.stream(**options, thinking=omitted) as stream:
+            final = await stream.get_final_message()
+        assert [(b.type, b.text.strip()) for b in final.content] == [("text", "Hello.")]
 
 
 @pytest.mark.parametrize("key", ["", "secret"])

@@ -58,6 +58,68 @@ async def test_wrong_bodies_are_refused_in_each_shape(path):
         assert (await scene.client.post(path, json=good)).status_code == 200
 
 
+def _schema(path, schema):
+    """The body's words for an answer that satisfies a schema."""
+    if path == OLLAMA:
+        return {"format": schema}
+    if path == MESSAGES:
+        return {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+WEATHER = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+WRONG_CONTENT = {
+    "schema": lambda path: _schema(path, {"type": "bogus"}),
+    "schema that no grammar holds": lambda path: _schema(path, {"type": "number", "minimum": 3}),
+    "role": lambda _: {"messages": [{"role": "bogus", "content": "x"}]},
+    "answer of no call": lambda _: {
+        "messages": [{"role": "tool", "content": "x", "tool_call_id": "nobodys"}]
+    },
+}
+
+
+@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+async def test_what_no_model_is_needed_to_see_is_refused_at_once(path, stream, busy):
+    """H9: 400, streamed or not, with no load begun, and without waiting in line."""
+    slow = partial(ScriptedChat, says="word " * 400, threaded=True, step_delay_s=0.02)
+    async with serving(slow, models={"fake": {"context": {"n_seq_max": 1}}}) as scene:
+        async with trio.open_nursery() as nursery:
+            if busy:
+                await scene.client.post(CHAT, json=chat_body(max_tokens=1))
+                nursery.start_soon(partial(scene.client.post, CHAT, json=chat_body(max_tokens=300)))
+                await until(lambda: scene.entry().n_running)
+                scene.loads.clear()
+            for name, wrong in WRONG_CONTENT.items():
+                with trio.fail_after(2):
+                    reply = await scene.client.post(
+                        path, json={**BODIES[path], "stream": stream, **wrong(path)}
+                    )
+                assert reply.status_code == 400, (name, reply.text)
+                assert message_of(path, reply.json())
+            nursery.cancel_scope.cancel()
+        assert scene.loads == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tools": [{"type": "function"}]},
+        {"tools": WEATHER, "tool_choice": "bogus"},
+        {"max_tokens": 0},
+        {"top_p": 7},
+    ],
+)
+async def test_tools_and_numbers_are_looked_at_before_a_load(wrong):
+    """As schemas and messages are."""
+    async with serving() as scene:
+        for stream in (False, True):
+            reply = await scene.client.post(CHAT, json=chat_body(stream=stream, **wrong))
+            assert reply.status_code == 400, reply.text
+        assert scene.loads == []
+
+
 @pytest.mark.parametrize("path", BODIES)
 async def test_names_are_names_and_never_paths(path):
     """404 in each shape (Ollama's dialect refuses an empty one before that)."""
@@ -144,15 +206,19 @@ DISHONOURABLE = [
 ]
 
 
-async def test_options_that_cannot_be_honoured_are_refused():
-    """Never passed over in silence; the same whether streamed or not."""
+@pytest.mark.parametrize("loaded", [False, True])
+async def test_options_that_cannot_be_honoured_are_refused(loaded):
+    """Never passed over in silence; the same whether streamed or not, and whether the model is loaded."""
     async with serving() as scene:
+        if loaded:
+            await scene.client.post(CHAT, json=chat_body(max_tokens=1))
         for more in DISHONOURABLE:
             for stream in (False, True):
                 body = json.dumps(chat_body() | more | {"stream": stream})
                 reply = await scene.client.post(CHAT, content=body)
                 assert reply.status_code == 400, (more, reply.text)
                 assert message_of(CHAT, reply.json())
+        assert scene.loads == ["fake"] * loaded
 
 
 async def test_keys_open_the_surfaces_that_want_them():
@@ -244,7 +310,8 @@ async def test_metrics_count_what_happened():
         for _ in range(2):
             assert (await scene.client.post(CHAT, json=chat_body("word " * 40))).status_code == 200
         await scene.client.post(CHAT, json=chat_body() | {"model": "nobody"})
-        await until(lambda: b'status="404"' in scene.service.metrics.text())  # counted behind the last byte
+        # A request is counted when its last byte is sent, which is when its client has it.
+        await until(lambda: b'status="404"' in scene.service.metrics.text())
         text = (await scene.client.get("/metrics")).text
     found = {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value

@@ -58,6 +58,22 @@ async def test_requests_that_come_while_a_model_loads_share_the_load():
         assert all(": loading\n\n" in r.text and sse_events(r.text)[-1] == "[DONE]" for r in told)
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+async def test_a_stream_is_told_how_far_its_load_is(path, monkeypatch):
+    """H30: until the model is there, again and again, in comments."""
+    monkeypatch.setattr("erllama.server.reply.LOAD_NEWS_S", 0.02)
+    async with serving() as scene:
+        scene.hold_load = trio.Event()
+        text = ""
+        async with scene.client.stream("POST", path, json=chat_body(stream=True, max_tokens=5)) as reply:
+            async for part in reply.aiter_text():
+                text += part
+                if text.count(": loaded 50%\n\n") >= 3:
+                    scene.hold_load.set()
+        assert text.count(": loaded 50%\n\n") >= 3
+        assert '"H' in text, "the answer follows"
+
+
 async def test_a_failed_load_reaches_each_who_waited_once_and_can_be_tried_again():
     """A typed error for a whole reply, an error event for a stream; the next request loads anew."""
     async with serving() as scene:
@@ -120,6 +136,25 @@ async def test_a_full_queue_refuses_and_a_long_wait_ends():
             await ask(2)
             assert statuses == [(429, "queue_full")]
         assert statuses[1:] == [(504, "queue_timeout"), (200, None)]
+
+
+async def test_counting_tokens_takes_nobodys_place(monkeypatch):
+    """A model whose text is only counted is free for the one who wants an answer, also without a queue."""
+    async with serving(queue={"depth": 0}, **one_lane()) as scene:
+        await scene.client.post(CHAT, json=chat_body(max_tokens=1))
+        model, may_go_on = scene.entry().model, trio.Event()
+        tokenize = model.tokenize_async
+
+        async def slow(*arguments):
+            await may_go_on.wait()
+            return await tokenize(*arguments)
+
+        monkeypatch.setattr(model, "tokenize_async", slow)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(scene.client.post, "/tokenize", json={"content": "x"}))
+            await until(lambda: scene.entry().n_inside)
+            assert (await scene.client.post(CHAT, json=chat_body(max_tokens=1))).status_code == 200
+            may_go_on.set()
 
 
 async def test_those_who_wait_are_served_in_order():
@@ -222,6 +257,47 @@ async def test_a_session_has_one_turn_at_a_time():
             assert (busy.status_code, busy.headers["retry-after"]) == (503, "1")
             other = await scene.client.post(CHAT, json=chat_body(max_tokens=1, prompt_cache_key="you"))
             assert other.status_code == 200
+
+
+async def test_a_shared_session_stays_with_its_first_turn(monkeypatch):
+    """H18: a second request that runs without the session, and whose client leaves, does not end it."""
+    async with serving(partial(SLOW, n_slots=3), session_busy="share") as scene:
+        await scene.client.post(CHAT, json=chat_body(max_tokens=1))
+        model, ended = scene.entry().model, []
+
+        async def end_session(session_id):
+            ended.append(session_id)
+
+        monkeypatch.setattr(model, "end_session", end_session)
+        header = {"x-conversation-id": "me"}
+        first = partial(scene.client.post, CHAT, json=chat_body(max_tokens=40), headers=header)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(first)
+            await until(lambda: scene.entry().n_running == 1)
+            with trio.move_on_after(0.3):
+                await scene.client.post(CHAT, json=chat_body("other", max_tokens=400), headers=header)
+        await scene.wait_idle()
+        assert ended == []
+        with trio.move_on_after(0.3):
+            await scene.client.post(CHAT, json=chat_body(max_tokens=400), headers=header)
+        await scene.wait_idle()
+        assert ended == ["me"], "its own session ends with a client that leaves"
+
+
+async def test_strangers_with_one_first_message_are_both_served():
+    """H18: what was not named is no session."""
+    async with serving(partial(SLOW, n_slots=3)) as scene:
+        await scene.client.post(CHAT, json=chat_body(max_tokens=1))
+        statuses = []
+
+        async def ask():
+            statuses.append((await scene.client.post(CHAT, json=chat_body(max_tokens=20))).status_code)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(2):
+                nursery.start_soon(ask)
+            await until(lambda: scene.entry().n_running == 2)
+        assert statuses == [200, 200]
 
 
 async def test_a_history_that_is_too_long_loses_its_oldest_turns():

@@ -7,6 +7,7 @@ from functools import partial
 
 import ollama
 import pytest
+import trio
 from runtime.chat_scenes import ScriptedChat
 
 from erllama.errors import InvalidOption
@@ -130,6 +131,36 @@ async def test_an_empty_prompt_loads_and_keep_alive_0_unloads():
             assert (await scene.client.get("/api/ps")).json()["models"] == []
 
 
+@pytest.mark.parametrize("asked_again", [False, True])
+async def test_a_busy_model_is_unloaded_when_its_last_answer_is_over(asked_again):
+    """H7: the reply comes after that; a request that comes meanwhile and says how long it stays undoes it."""
+    slow = partial(ScriptedChat, says="word " * 400, threaded=True, step_delay_s=0.02, n_slots=3)
+    async with serving(slow) as scene:
+        await scene.client.post("/api/generate", json={"model": "fake"})
+        replies = []
+
+        async def ask(name, **body):
+            reply = await scene.client.post("/api/chat", json={"model": "fake", "stream": False, **body})
+            replies.append((name, reply.json()["done_reason"]))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(ask, "answer", messages=HELLO, options={"num_predict": 20}))
+            await until(lambda: scene.entry().n_running)
+            nursery.start_soon(partial(ask, "unload", keep_alive=0))
+            await until(lambda: scene.entry().is_let_go)
+            if asked_again:
+                nursery.start_soon(partial(ask, "stays", keep_alive="5m"))
+        left = (await scene.client.get("/api/ps")).json()["models"]
+        if asked_again:
+            assert sorted(replies) == [("answer", "length"), ("stays", "load"), ("unload", "load")]
+            assert len(left) == 1
+        else:
+            assert replies == [("answer", "length"), ("unload", "unload")]
+            assert left == []
+            await scene.client.post("/api/generate", json={"model": "fake"})
+            assert scene.entry().is_loaded, "the next load is not let go"
+
+
 async def test_the_last_one_decides_how_long_a_model_stays():
     """A short time to live ends; a negative one does not."""
     async with serving() as scene:
@@ -138,6 +169,50 @@ async def test_the_last_one_decides_how_long_a_model_stays():
         await scene.client.post("/api/generate", json={"model": "fake", "keep_alive": -1})
         shown = (await scene.client.get("/api/ps")).json()["models"][0]
         assert shown["expires_at"] > "2100"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"options": {"num_predict": 0}},
+        {"images": ["a"]},
+        {"keep_alive": "soon"},
+        {"format": {"type": "bogus"}},
+    ],
+)
+async def test_a_prompt_is_looked_at_before_a_load(wrong):
+    """400, and nothing is loaded."""
+    async with serving() as scene:
+        for stream in (False, True):
+            body = {"model": "fake", "prompt": "x", "stream": stream, **wrong}
+            assert (await scene.client.post("/api/generate", json=body)).status_code == 400
+        assert scene.loads == []
+
+
+class WithoutTemplate(ScriptedChat):
+    """Its file has none."""
+
+    chat_templates = None
+
+
+@pytest.mark.parametrize("make", [ScriptedChat, WithoutTemplate])
+async def test_a_prompt_needs_one_load(make):
+    """Templated or not is decided with the model at hand; the reply tells how long the load took."""
+    backends = []
+
+    def made():
+        backends.append(make())
+        return backends[-1]
+
+    async with serving(made, keep_alive_s=0) as scene:
+        body = {"model": "fake", "prompt": "2+2?", "system": "Count.", "stream": False}
+        reply = await scene.client.post("/api/generate", json=body)
+        assert reply.json()["response"] == "Hello."
+        assert reply.json()["load_duration"] > 0
+        assert scene.loads == ["fake"]
+    (prompt,) = backends[0].prompts
+    assert (prompt == "Count.\n\n2+2?") == (make is WithoutTemplate)
+    assert ("<|im_start|>user\n2+2?" in prompt) == (make is ScriptedChat)
 
 
 async def test_a_long_raw_prompt_is_cut_and_told():

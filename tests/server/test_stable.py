@@ -74,6 +74,18 @@ def test_without_a_place_to_move_to_nothing_is_moved():
     """A conversation that ends with the assistant is gone on with as it is."""
     messages = [system("Current time: 12:34"), USER, {"role": "assistant", "content": "Well"}]
     assert stable_messages(messages) == (messages, ())
+    for content in (None, 3):
+        odd = [system("Current time: 12:34"), {"role": "user", "content": content}]
+        assert stable_messages(odd) == (odd, ())
+
+
+def test_what_is_dropped_needs_no_place_to_move_to():
+    """A clock that has to stay keeps nothing else."""
+    end = [USER, {"role": "assistant", "content": "Well"}]
+    billing = "x-anthropic-billing-header: cc_version=2; cch=1;"
+    messages, notes = stable_messages([system(f"{billing}\nCurrent time: 12:34"), *end])
+    assert messages == [system("Current time: 12:34"), *end]
+    assert notes == ("x-erllama-prompt-changes: claude-code billing dropped",)
 
 
 def test_what_stands_behind_a_billing_line_stays():
