@@ -150,6 +150,7 @@ async def test_connections_that_are_over_leave_nothing_behind():
         def n_tasks() -> int:
             return trio.lowlevel.current_statistics().tasks_living
 
+        await scene.client.post(CHAT, json=chat_body())  # its model is there from now on
         await come_and_go(1)
         await scene.wait_idle()
         await trio.sleep(0.1)
