@@ -59,7 +59,7 @@ async def test_nothing_leaks_and_no_answer_is_wrong_on_threads(kind: MemoryKind)
     coin = random.Random(3)
     shape = {"n_slots": 5, "n_cells": 900, "n_ctx": 300, "memory_kind": kind}
     backend = Moody(coin, step_delay_s=0.0005, threaded=True, **shape)
-    assert (await _storm(coin, backend, n_clients=80, seconds=0.6))["length"] >= 10
+    assert (await _storm(coin, backend, n_clients=80, seconds=0.6))["length"] >= 3
 
 
 async def _storm(coin: random.Random, backend: Moody, *, n_clients: int, seconds: float) -> Counter[str]:
