@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from .kinds import NAME_BYTES, ROOT_NAME
+from .kinds import NAME_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from hashlib import _Hash
 
 Tokens = NDArray[np.int32]
@@ -69,16 +69,6 @@ class Identity:
         made.update(parent)
         made.update(token_bytes)
         return made.digest()
-
-
-def chain_names(identity: Identity, blocks: Iterable[Sequence[int] | Tokens]) -> list[bytes]:
-    """Names of a path of blocks, from the root on."""
-    names: list[bytes] = []
-    parent = ROOT_NAME
-    for block in blocks:
-        parent = identity.node_name(parent, as_tokens(block).tobytes())
-        names.append(parent)
-    return names
 
 
 def control_piece(token: int) -> bytes:

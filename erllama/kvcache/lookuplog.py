@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from .kinds import PartKind
     from .meta import NodeMeta
 
-FLUSH_BYTES = 1 << 20
-
 
 class LookupLog:
     """Appends records; `flush` writes them, in a worker thread."""
@@ -35,11 +33,6 @@ class LookupLog:
         self._path = path
         self._pending = bytearray()
         self._spaces: dict[tuple[bytes, bytes], int] = {}
-
-    @property
-    def is_due(self) -> bool:
-        """Whether enough has gathered to be written."""
-        return len(self._pending) >= FLUSH_BYTES
 
     def find(self, at: float, identity: Identity, tokens: Tokens, tip: bytes) -> None:
         """A prompt was looked up; `tip`: name of the last whole node found."""
