@@ -53,6 +53,7 @@ PURE_STORE = (
     *(
         "arena",
         "catalog",
+        "costs",
         "files",
         "filetier",
         "header",

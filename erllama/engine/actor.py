@@ -41,7 +41,6 @@ from .burst import Burst, n_steps
 from .cold import ColdPromise, cold_piece
 from .hits import HitBook
 from .model_thread import ModelThread
-from .pace import Pace
 from .parent_hint import ParentHint
 from .planner import PIECE, Limits, Share, lacks_cells, plan_step
 from .recovery import Recovery
@@ -51,6 +50,7 @@ from .saver import Saver
 from .sessions import history_of
 from .state import Phase
 from .statistics import ActorStatistics
+from .tally import Tally
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -111,7 +111,6 @@ class Actor:
         )
         # Where prefill must stop because a state exists only there and is kept.
         self._boundary = cache.policy.block_tokens if cache is not None and self._lanes.has_state else None
-        self._pace = Pace()
         self._in_flight: list[Sequence] = []
         self._aborting = False
         self._following: set[Sequence] = set()  # they wait for an older one that computes the same prompt
@@ -121,19 +120,7 @@ class Actor:
         self._stalled_since: float | None = None  # nobody goes on until residents are saved, and leave
         self._wakeup = trio.Event()
         self._stopped: ErllamaError | None = None
-        self._n = dict.fromkeys(
-            (
-                "steps",
-                "prefill_tokens",
-                "decode_rows",
-                "preempted",
-                "parked",
-                "refused_steps",
-                "aborted_steps",
-            ),
-            0,
-        )
-        self._compute_s = self._sample_s = 0.0
+        self._tally = Tally(cache)
 
     def __repr__(self) -> str:
         s = self.statistics()
@@ -237,12 +224,18 @@ class Actor:
 
     def statistics(self) -> ActorStatistics:
         """A consistent reading; never waits."""
-        running = self._lanes.running.values()
+        running, tally = self._lanes.running.values(), self._tally
         return ActorStatistics(
-            **{f"n_{name}": count for name, count in self._n.items()},
+            n_steps=tally.n_steps,
+            n_prefill_tokens=tally.n_prefill_tokens,
+            n_decode_rows=tally.n_decode_rows,
+            n_preempted=tally.n_preempted,
+            n_parked=tally.n_parked,
+            n_refused_steps=tally.n_refused_steps,
+            n_aborted_steps=tally.n_aborted_steps,
             n_rebuilt=self._recovery.n_rebuilt,
-            compute_s=self._compute_s,
-            sample_s=self._sample_s,
+            compute_s=tally.compute_s,
+            sample_s=tally.sample_s,
             n_waiting=len(self._lanes.idle()),
             n_prefilling=sum(s.phase in (Phase.RESTORE, Phase.PREFILL) for s in running),
             n_decoding=sum(s.phase is Phase.DECODE for s in running),
@@ -341,7 +334,7 @@ class Actor:
     async def _wait(self, now: float) -> None:
         """Until something changes, or it is time to park somebody or to give up on a save."""
         patience = math.inf if self._stalled_since is None else self._stalled_since + SAVE_PATIENCE_S - now
-        with trio.move_on_after(max(0.0, min(patience, self._lanes.park_in_s(now, self._pace)))):
+        with trio.move_on_after(max(0.0, min(patience, self._lanes.park_in_s(now, self._tally.pace)))):
             await self._wakeup.wait()
 
     def _start_restore(self, seq: Sequence) -> None:
@@ -410,10 +403,10 @@ class Actor:
         self._lanes.release(seq.finish(reason, trio.current_time()), resident)
 
     def _park(self, now: float) -> bool:
-        seq = self._lanes.park_lagging(now, self._pace)
+        seq = self._lanes.park_lagging(now, self._tally.pace)
         if seq is None:
             return False
-        self._n["parked"] += 1
+        self._tally.n_parked += 1
         log.info("%s: parked %s, its reader lags and others wait", self.model_id, seq.request)
         return True
 
@@ -471,7 +464,7 @@ class Actor:
         seq = self._lanes.preempt_youngest(trio.current_time())
         if seq is None:
             return False
-        self._n["preempted"] += 1
+        self._tally.n_preempted += 1
         log.info("%s: preempted %s, no cell is free", self.model_id, seq.request)
         return True
 
@@ -486,7 +479,7 @@ class Actor:
             n_batch=self.facts.n_batch,
             prefill_chunk=min(chunk, self._squeeze or chunk),
             n_cells=room.n_cells,
-            prefill_budget=self._pace.prefill_budget(self._options.step_target_s),
+            prefill_budget=self._tally.pace.prefill_budget(self._options.step_target_s),
             boundary=self._boundary,
         )
         return plan_step(room.ready, limits)
@@ -498,7 +491,7 @@ class Actor:
         n_prefill = n_tokens - n_decode
         step = Step(
             tuple([_row(share, seq) for share, seq in zip(shares, self._in_flight, strict=True)]),
-            self._pace.budget_s(self._options.decode_budget_s, n_decode, n_prefill),
+            self._tally.pace.budget_s(self._options.decode_budget_s, n_decode, n_prefill),
             exact=self._lanes.runs_alone,
         )
         stepping = list(self._in_flight)
@@ -512,17 +505,17 @@ class Actor:
             return
         finally:
             self._in_flight = []
-        self._count_time(result)
+        self._tally.add_time(result)
         match result.status:
             case StepStatus.OK:
-                self._count_step(n_decode, n_prefill, result)
+                self._count_step(shares, n_decode, n_prefill, result)
                 self._apply(shares, result)
             case StepStatus.NO_ROOM:
-                self._n["refused_steps"] += 1
+                self._tally.n_refused_steps += 1
                 if not self._yield_room(shares):
                     await self._wait(trio.current_time())
             case StepStatus.ABORTED:
-                self._n["aborted_steps"] += 1
+                self._tally.n_aborted_steps += 1
                 self._unasked_aborts = 0 if self._aborting else self._unasked_aborts + 1
                 if self._unasked_aborts >= UNASKED_ABORTS:
                     await self._recovery.rebuild(
@@ -554,22 +547,15 @@ class Actor:
 
     # --- what a step changes ---
 
-    def _count_time(self, result: StepResult) -> None:
-        self._compute_s += result.compute_s
-        self._sample_s += result.sample_s
-
-    def _count_step(self, n_decode: int, n_prefill: int, result: StepResult) -> None:
-        self._n["steps"] += 1
-        self._n["decode_rows"] += n_decode
-        self._n["prefill_tokens"] += n_prefill
-        self._pace.observe(n_decode, n_prefill, result.compute_s)
+    def _count_step(self, shares: list[Share], n_decode: int, n_prefill: int, result: StepResult) -> None:
+        self._tally.add_step(shares, n_decode, n_prefill, result)
         self._squeeze = self._stalled_since = None
         self._unasked_aborts = 0
 
     def _apply_followed(self, shares: list[Share], result: StepResult) -> None:
         """A step of a burst, while the next one runs."""
-        self._count_time(result)
-        self._count_step(len(shares), 0, result)
+        self._tally.add_time(result)
+        self._count_step(shares, len(shares), 0, result)
         self._apply(shares, result, followed=True)
 
     def _apply(self, shares: list[Share], result: StepResult, *, followed: bool = False) -> None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from erllama.kvcache.key import Identity
     from erllama.kvcache.policy import SavePolicy
+    from erllama.kvcache.score import PrefillCost
     from erllama.kvcache.store import KvStore
 
     from .retokenise import Tokenize
@@ -42,3 +43,8 @@ class CacheLink:
         """The same, for requests of a kind."""
         identity = self.cold_identity if exact else self.identity
         return dataclasses.replace(identity, salt=salt) if salt else identity
+
+    def measured(self, cost: PrefillCost) -> None:
+        """Tell the store what prefill costs this model; with `exact="cold"` it is taken to cost the same."""
+        for identity in (self.identity, self.cold_identity):
+            self.store.set_cost(identity, cost)

@@ -26,13 +26,15 @@ class Pace:
     def __repr__(self) -> str:
         return f"<Pace decode {self._decode_s * 1e3:.1f} ms, prefill {self._token_s * 1e3:.3f} ms/token>"
 
-    def observe(self, n_decode: int, n_prefill: int, seconds: float) -> None:
-        """Learn from a finished step."""
+    def observe(self, n_decode: int, n_prefill: int, seconds: float) -> float | None:
+        """Learn from a finished step; returns what its prefill took, if there was enough of it to tell."""
         if n_prefill == 0:
             self._decode_s = _blend(self._decode_s, seconds)
         elif n_prefill >= PIECE:
-            own = seconds - (self._decode_s if n_decode else 0.0)
-            self._token_s = _blend(self._token_s, max(own, 0.0) / n_prefill)
+            own = max(seconds - (self._decode_s if n_decode else 0.0), 0.0)
+            self._token_s = _blend(self._token_s, own / n_prefill)
+            return own
+        return None
 
     def predict_s(self, n_decode: int, n_prefill: int) -> float:
         """Expected seconds of a step."""

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .columns import PartColumns
+from .costs import PrefillCosts
 from .kinds import ROOT_NAME, NodeFlag, PartKind, SaveReason
 from .parts import RAM
 from .pins import Pins
 from .planner import Plan, Want, newcomer_score, plan_evictions
-from .score import PrefillCost, add_hit
+from .score import add_hit
 from .tree import Tree
 from .walk import Walker
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from .key import Identity, Prompt
     from .meta import NodeMeta
     from .recover import FoundPart, PartId
+    from .score import PrefillCost
     from .walk import Walk
 
 TOUCH_EVERY_S = 60  # a file's mtime is written at most this often
@@ -69,7 +71,7 @@ class Catalog:
     ) -> None:
         self.tree = Tree()
         self.arena = arena
-        self.cost = cost
+        self._costs = PrefillCosts(cost)
         self.clock = clock
         self.ram: dict[int, RamPart] = {}
         # By name, not by row: a damaged node may go, and its row serve another, while a lease is held.
@@ -350,7 +352,7 @@ class Catalog:
                 n_bytes=n_bytes,
                 now=self.clock(),
                 cost_of=self.ram_cost if slot == RAM else self.file_cost,
-                cost=self.cost,
+                costs=self._costs,
                 locked=locked,
                 spare=spare if slot == RAM else (),
                 copies_only=copies_only,
@@ -368,9 +370,17 @@ class Catalog:
         copy, home = self.ram.get(part), self.tree.parts.home[part]
         return copy is not None and home != RAM and home not in self.off and not copy.buffer.is_shared
 
-    def ceiling(self, start: int, n_tokens: int, size: int) -> float:
-        """What a newcomer is worth, for `plan`."""
-        return newcomer_score(self.cost, start, n_tokens, size)
+    def ceiling(self, shape: int, start: int, n_tokens: int, size: int) -> float:
+        """What a newcomer is worth, for `plan`; `shape`: the tree's number of its identity's shape hash."""
+        return newcomer_score(float(self._costs.seconds(shape, start, n_tokens)), size)
+
+    def set_cost(self, identity: Identity, cost: PrefillCost) -> None:
+        """Prefill of this model was measured; its salts share it."""
+        self._costs.set(self.tree.shape_number(identity.shape_hash), cost)
+
+    def prefill_s(self, identity: Identity, start: int, n_tokens: int) -> float:
+        """Seconds that this model takes to compute `n_tokens` behind `start` others."""
+        return float(self._costs.seconds(self.tree.shape_number(identity.shape_hash), start, n_tokens))
 
     def expired(self) -> list[int]:
         """Nodes whose time is over."""

@@ -187,7 +187,7 @@ class Finder:
         if len(nodes) < len(path):  # cut at a node that is not live or not what it seemed
             place = path[len(nodes) - 1] if nodes else path[0].before or path[0]
             partial = None
-        self._count(prompt, nodes, partial, resume_key)
+        self._count(identity, prompt, nodes, partial, resume_key)
         return Match(
             identity=identity,
             nodes=tuple(nodes),
@@ -199,6 +199,7 @@ class Finder:
 
     def _count(
         self,
+        identity: Identity,
         prompt: Prompt,
         nodes: list[MatchedNode],
         partial: PartialNode | None,
@@ -224,6 +225,6 @@ class Finder:
         for row in rows:
             first = catalog.tree.first_part[row]
             counters.age_at_hit_s += max(0.0, now - catalog.tree.parts.used[first])
-        counters.prefill_saved_s += float(catalog.cost.seconds(0, n_tokens))
+        counters.prefill_saved_s += catalog.prefill_s(identity, 0, n_tokens)
         catalog.hit(rows)
         catalog.pins.touch({node.name for node in nodes})

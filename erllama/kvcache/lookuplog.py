@@ -6,6 +6,7 @@ A CBOR sequence in one file, mode 0600: it holds prompts as token ids. Records a
     ["find", seconds, space index, token ids, name of the last whole node that matched]
     ["save", seconds, space index, name, parent, start, token ids, text, kind, payload bytes, file bytes,
      provenance, reason, flags]
+    ["cost", space index, seconds per token, seconds per pair of tokens]
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from .key import Identity, Tokens
     from .kinds import PartKind
     from .meta import NodeMeta
+    from .score import PrefillCost
 
 
 class LookupLog:
@@ -51,6 +53,10 @@ class LookupLog:
             int(meta.flags),
         )
         self._put("save", at, self._space(meta.identity), *node, *facts)
+
+    def cost(self, identity: Identity, cost: PrefillCost) -> None:
+        """Prefill was measured: from here on it decides who is evicted."""
+        self._put("cost", self._space(identity), cost.per_token_s, cost.per_pair_s)
 
     def _space(self, identity: Identity) -> int:
         index = self._spaces.get(identity.space)

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from .costs import PrefillCosts
 from .kinds import PartKind
 from .parts import RAM
-from .score import NEWCOMER_HITS, PrefillCost, reuse
+from .score import NEWCOMER_HITS, reuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -53,7 +54,7 @@ class Want:
     n_bytes: int
     now: float
     cost_of: Callable[[int], int]
-    cost: PrefillCost = field(default_factory=PrefillCost)
+    costs: PrefillCosts = field(default_factory=PrefillCosts)
     locked: Collection[int] = _NOTHING
     spare: Collection[int] = _NOTHING
     protected: Collection[int] = _NOTHING
@@ -72,10 +73,9 @@ class Plan:
     n_forced: int = 0
 
 
-def newcomer_score(cost: PrefillCost, start: int, n_tokens: int, size: int) -> float:
-    """What a part being saved right now is worth, for `Want.ceiling`."""
-    per_byte = cost.seconds(start, n_tokens) / max(size, 1)
-    return float(2 * _CLASS + per_byte * reuse(NEWCOMER_HITS, 0.0))
+def newcomer_score(seconds: float, size: int) -> float:
+    """What a part being saved right now is worth, for `Want.ceiling`; `seconds`: to compute it."""
+    return float(2 * _CLASS + seconds / max(size, 1) * reuse(NEWCOMER_HITS, 0.0))
 
 
 def headroom(n_bytes: int, max_bytes: int) -> int:
@@ -153,7 +153,8 @@ class _Planner:
         end = start + n
         span = np.where(c["kind"] == PartKind.WHOLE, end, np.minimum(end, RESUME_SPAN))
         is_base = c["kind"] == PartKind.BASE
-        seconds = np.where(is_base, want.cost.seconds(start, n), want.cost.seconds(end - span, span))
+        start, n = np.where(is_base, start, end - span), np.where(is_base, n, span)
+        seconds = want.costs.seconds(np.array(self._tree.shape, np.uint32)[node], start, n)
         keys = 2 * _CLASS + np.minimum(seconds / size * again, _CLASS / 2)
         beside = (c["kind"] == PartKind.WINDOW) | (c["kind"] == PartKind.STATE)
         empty, lone = is_base & (c["size"] == 0), self._n_parts()[node] == 1
@@ -183,7 +184,7 @@ class _Planner:
             if kind is not PartKind.BASE:
                 n = end if kind is PartKind.WHOLE else min(end, RESUME_SPAN)
                 start = end - n
-            seconds = float(want.cost.seconds(start, n))
+            seconds = float(want.costs.seconds(tree.shape[node], start, n))
             key = 2 * _CLASS + min(seconds / max(parts.size[part], 1) * again, _CLASS / 2)
         return key + 2 * _CLASS if node in want.protected else key
 

@@ -18,7 +18,7 @@ NEWCOMER_HITS: Final = 1.0  # what is just being saved counts as used once, so t
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
-    """Seconds to prefill, as the engine measured it; only ratios matter to the store.
+    """Seconds to prefill, as the engine measured it; only ratios matter to evictions.
 
     Defaults: SmolLM2-135M on 2 cores, 512 / 2,048 / 6,000 tokens in 1.7 / 8.5 / 37.9 s.
     """
@@ -28,7 +28,12 @@ class PrefillCost:
 
     def seconds(self, start: Number, n_tokens: Number) -> Number:
         """Time to compute `n_tokens` behind `start` others."""
-        return self.per_token_s * n_tokens + self.per_pair_s * n_tokens * (start + n_tokens / 2)
+        return prefill_seconds(self.per_token_s, self.per_pair_s, start, n_tokens)
+
+
+def prefill_seconds(per_token_s: Number, per_pair_s: Number, start: Number, n_tokens: Number) -> Number:
+    """What `PrefillCost.seconds` says, for costs of many models too."""
+    return per_token_s * n_tokens + per_pair_s * n_tokens * (start + n_tokens / 2)
 
 
 def reuse(hits: Number, age_s: Number) -> Number:

@@ -74,6 +74,9 @@ class Simulation:
                 self._find(*fields)
             elif what == "save":
                 self._save(*fields)
+            elif what == "cost":
+                space, *measured = fields
+                self._catalog.set_cost(self._spaces[space], PrefillCost(*measured))
         return self.result()
 
     def result(self) -> SimResult:
@@ -165,7 +168,8 @@ class Simulation:
         catalog, tree, meta = self._catalog, self._catalog.tree, part.meta
         keep = set() if meta.parent == ROOT_NAME else {(meta.parent, PartKind.BASE)}
         catalog.leases.update(keep)  # a node is not evicted to make room for its own child
-        ceiling = catalog.ceiling(meta.start, len(meta.tokens), part.payload_bytes)
+        shape = tree.shape_number(meta.identity.shape_hash)
+        ceiling = catalog.ceiling(shape, meta.start, len(meta.tokens), part.payload_bytes)
         plan = catalog.plan(SLOT, headroom(need, self._max), ceiling=ceiling)
         catalog.leases.subtract(keep)
         catalog.leases += type(catalog.leases)()  # drops the zeros

@@ -368,9 +368,11 @@ class KvStore:
 
     # --- numbers ----------------------------------------------------------------------------------
 
-    def set_cost(self, cost: PrefillCost) -> None:
-        """The engine measured what prefill costs; evictions go by it from now on."""
-        self._catalog.cost = cost
+    def set_cost(self, identity: Identity, cost: PrefillCost) -> None:
+        """The engine measured what prefill costs this model; evictions go by it from now on."""
+        self._catalog.set_cost(identity, cost)
+        if self._log is not None:
+            self._log.cost(identity, cost)
 
     def count_pack(self, elapsed_ns: int) -> None:
         """The engine spent this long exporting KV."""

@@ -6,7 +6,7 @@ Rule 2: token ids and text are not here. A walk confirms a child by its name (SH
 Rule 3: everything is synchronous and does no I/O. `insert` may need the key of one sibling: it asks `read`,
         which raises `NeedKey` if that node's head is not in memory; nothing has changed then.
 
-A row costs 85 bytes here and in the tries, 32 more where siblings fork, 5 to 8
+A row costs 89 bytes here and in the tries, 32 more where siblings fork, 5 to 8
 in the name table, 28 per part.
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _PROVENANCES: Final = tuple(Provenance)  # by number; a look-up is five times cheaper than the enum's own
 _TOKEN_BITS: Final = 32
 _BYTE_BITS: Final = 8
-_COLUMN_BYTES: Final = 4 * 5 + 8 + 1
+_COLUMN_BYTES: Final = 4 * 6 + 8 + 1
 
 
 class Tree:
@@ -50,11 +50,13 @@ class Tree:
         self.n_tokens = array("I")
         self.n_bytes = array("I")
         self.first_part = array("i")
+        self.shape = array("I")  # number of the identity's shape hash: which model's KV it is
         self._byte_hash = array("Q")
         self._info = array("B")  # provenance, reason, flags
         self._free = 0
         self._roots: dict[tuple[bytes, bytes], int] = {}
         self._identities: dict[int, Identity] = {}
+        self._shapes: dict[bytes, int] = {}
         self._secret = os.urandom(16)  # so that nobody can craft texts that collide in 64 bits
         self.n_nodes = 0
         self._append_row()
@@ -153,6 +155,10 @@ class Tree:
 
     # --- writing ----------------------------------------------------------------------------------
 
+    def shape_number(self, shape_hash: bytes) -> int:
+        """The number of a shape hash, for good; a new one if it has none."""
+        return self._shapes.setdefault(shape_hash, len(self._shapes))
+
     def add_root(self, identity: Identity) -> int:
         """The root row of an identity, made if new: a node is to be inserted behind it."""
         row = self._roots.get(identity.space)
@@ -160,6 +166,7 @@ class Tree:
             row = self._new_row()
             self._roots[identity.space] = row
             self._identities[row] = identity
+            self.shape[row] = self.shape_number(identity.shape_hash)
         return row
 
     def insert(self, parent: int, meta: NodeMeta, read: Callable[[int], NodeMeta]) -> int:
@@ -178,6 +185,7 @@ class Tree:
         self.names.put(meta.name, row)
         self.parent[row] = parent
         self.start[row] = meta.start
+        self.shape[row] = self.shape[parent]
         self.n_tokens[row] = len(meta.tokens)
         self.n_bytes[row] = len(meta.text)
         self._byte_hash[row] = self.byte_hash(meta.text)
@@ -238,7 +246,7 @@ class Tree:
     # --- rows -------------------------------------------------------------------------------------
 
     def _append_row(self) -> None:
-        for column in (self.parent, self.start, self.n_tokens, self.n_bytes, self.first_part):
+        for column in (self.parent, self.start, self.n_tokens, self.n_bytes, self.first_part, self.shape):
             column.append(0)
         self._byte_hash.append(0)
         self._info.append(0)

@@ -213,7 +213,7 @@ class Writer:
             return Refusal.TIER_OFF
         catalog, tree = self._catalog, self._catalog.tree
         ceiling = max(
-            catalog.ceiling(tree.start[row], tree.n_tokens[row], job.n_bytes)
+            catalog.ceiling(tree.shape[row], tree.start[row], tree.n_tokens[row], job.n_bytes)
             for job in jobs
             for row in [tree.parts.node[catalog.part_of(job.ref)]]
         )

@@ -13,7 +13,20 @@ import erllama.kvcache
 
 FOLDER = pathlib.Path(erllama.kvcache.__file__).parent
 PURE = {
-    *("arena", "catalog", "header", "key", "kinds", "meta", "names", "parts", "pins", "planner", "policy"),
+    *(
+        "arena",
+        "catalog",
+        "costs",
+        "header",
+        "key",
+        "kinds",
+        "meta",
+        "names",
+        "parts",
+        "pins",
+        "planner",
+        "policy",
+    ),
     *("score", "sim", "stats", "tiers", "tree", "trie", "walk"),
 }
 THREADS = {"files", "filetier", "journal", "lookuplog", "publish", "read", "recover", "root"}

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from erllama.kvcache.lookuplog import read_log
+from erllama.kvcache.score import PrefillCost
 from erllama.kvcache.sim import Simulation
 
+from .nodes import IDENTITY
 from .stores import PART_BYTES, Clock, bench
 
 if TYPE_CHECKING:
@@ -20,10 +22,12 @@ N_FINDS = 70
 
 
 async def record(tmp_path: pathlib.Path, disk_bytes: int) -> tuple[str, float, int]:
-    """Live traffic under a budget: look up, then save what is missing, as an engine does."""
+    """Live traffic under a budget, with a measured cost: look up, then save, as an engine does."""
     clock, rng, log = Clock(), random.Random(3), str(tmp_path / "log")
     async with bench(tmp_path / "root", clock=clock, disk_bytes=disk_bytes, lookup_log=log) as b:
-        for _ in range(N_FINDS):
+        for i in range(N_FINDS):
+            if i == N_FINDS // 5:  # late parts of a prompt are worth more from here on
+                b.store.set_cost(IDENTITY, PrefillCost(1e-6, 1e-3))
             clock.now += rng.randrange(1, 3000)
             chat = int(rng.paretovariate(0.7)) % 20
             ids = [*range(8), *([chat] * rng.randrange(1, 9))]
