@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from .runtime.info import ModelInfo as ModelInfo
     from .runtime.info import RequestInfo as RequestInfo
     from .runtime.model import Model as Model
-    from .runtime.model import collect as collect
+    from .runtime.request_calls import collect as collect
     from .types import CacheDelta as CacheDelta
     from .types import CacheHit as CacheHit
     from .types import ChatMessage as ChatMessage
@@ -174,10 +174,8 @@ _MODULES = {
         "ModelInfo",
         "RequestInfo",
     ),
-    "runtime.model": (
-        "Model",
-        "collect",
-    ),
+    "runtime.model": ("Model",),
+    "runtime.request_calls": ("collect",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 _SUBMODULES = ("errors", "options", "types")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from erllama.errors import InvalidGrammar
@@ -13,17 +14,20 @@ from .schema_facts import CONSTRAINTS, FORMATS, NUMBER, Json, bounds, is_whole
 MAX_INTEGER = 10**15  # the converter's integers have up to 16 digits
 
 
-class TypedSchemas:
+class TypedSchemas(ABC):
     """Objects, arrays, strings and numbers. What they hold goes back to `_node`."""
 
+    @abstractmethod
     def _node(self, schema: Json, path: str, depth: int) -> dict[str, Json]:
-        raise NotImplementedError
+        """A schema of any kind."""
 
+    @abstractmethod
     def _fail(self, path: str, keyword: str, why: str) -> None:
-        raise NotImplementedError
+        """The keyword cannot be enforced there."""
 
+    @abstractmethod
     def _refuse_others(self, schema: Mapping[str, Json], path: str, allowed: set[str], beside: str) -> None:
-        raise NotImplementedError
+        """Fail for each keyword that constrains values and is not `allowed`."""
 
     def _number(self, schema: Mapping[str, Json], path: str) -> dict[str, Json]:
         self._refuse_others(schema, path, CONSTRAINTS - NUMBER, "type number (integers can be bounded)")

@@ -8,16 +8,14 @@ ever touch the queue and flags.
 Rule 1: a step in flight is aborted early only if every row of it belongs to cancelled requests.
 Rule 2: after an abort each sequence is repaired from what memory really holds; the context is rebuilt
 only after a time-out, a fatal code or an exception, and then everybody who runs fails, nobody who waits.
-Rule 3: a full cache is never an error to a client: the youngest sequence waits and is computed again.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-import math
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -37,15 +35,17 @@ from erllama.errors import (
 )
 
 from .admission import Lanes
+from .arrivals import Arrivals
 from .burst import Burst, n_steps
 from .cold import ColdPromise, cold_piece
 from .hits import HitBook
 from .model_thread import ModelThread
 from .parent_hint import ParentHint
-from .planner import PIECE, Limits, Share, lacks_cells, plan_step
+from .planner import Limits, Share, plan_step
 from .recovery import Recovery
 from .resident import Resident
 from .resume import Resumer
+from .room import Going, Room
 from .saver import Saver
 from .sessions import history_of
 from .state import Phase
@@ -63,16 +63,7 @@ if TYPE_CHECKING:
     from .sequence import Sequence
 
 log = logging.getLogger("erllama.engine")
-SAVE_PATIENCE_S = 1.0  # how long others stand still so that what a resident holds can be saved
-
 UNASKED_ABORTS = 3  # in a row; then the context is rebuilt
-
-
-class Room(NamedTuple):
-    """Who can go on, and how many cells they may take; None: as many as they like."""
-
-    ready: list[Sequence]
-    n_cells: int | None
 
 
 class Actor:
@@ -98,29 +89,29 @@ class Actor:
         self._recovery = Recovery(model_id, self._lanes, self._thread, cache)
         self.cache = cache  # whose KV this is, and where it is kept
         self.cold = cold or ColdPromise(backend, facts)
-        self._saver = self._resumer = self._hint = None
+        self._saver = self._resumer = hint = None
         if cache is not None and facts.layout is not None:
             self._saver = Saver(cache, facts, self._lanes, self._thread, self.wake)
             self._resumer = Resumer(cache, facts, self._lanes, self._thread, self._saver.wait_for_one)
-            self._hint = ParentHint(cache, self._saver)
+            hint = ParentHint(cache, self._saver)
         self.hits = HitBook(
             cache,
             None if self._saver is None else self._saver.saved_names,
             self._piece,
             layout=facts.layout,
         )
+        self._arrivals = Arrivals(
+            model_id, self._lanes, self._thread, self.cold, self.hits, self.wake, self._resumer, hint
+        )
         # Where prefill must stop because a state exists only there and is kept.
         self._boundary = cache.policy.block_tokens if cache is not None and self._lanes.has_state else None
         self._in_flight: list[Sequence] = []
         self._aborting = False
-        self._following: set[Sequence] = set()  # they wait for an older one that computes the same prompt
         self._unasked_aborts = 0
-        self._no_room_alone: Sequence | None = None  # who starts over because memory refused it
-        self._squeeze: int | None = None  # a smaller prefill chunk after a refused step
-        self._stalled_since: float | None = None  # nobody goes on until residents are saved, and leave
         self._wakeup = trio.Event()
         self._stopped: ErllamaError | None = None
         self._tally = Tally(cache)
+        self._room = Room(model_id, self._lanes, facts, options, self._tally, self.wake, self._end_for_room)
 
     def __repr__(self) -> str:
         s = self.statistics()
@@ -317,15 +308,14 @@ class Actor:
         now = trio.current_time()
         while True:
             if (admitted := self._lanes.admit_next(now)) is not None:
-                self._start_restore(admitted)
+                self._arrivals.start(admitted, self._nursery)
             elif not self._park(now):
                 break
-        self._following = self._lanes.share_running(now)
-        room = self._make_room(now)
+        going = self._room.make(now)
         if self._saver is not None and self._saver.must_capture:
             await self._saver.capture()
-            room = self._room()
-        shares = self._plan(room)
+            going = self._room.going()
+        shares = self._plan(going)
         if shares:
             await self._step(shares)
         else:
@@ -333,59 +323,10 @@ class Actor:
 
     async def _wait(self, now: float) -> None:
         """Until something changes, or it is time to park somebody or to give up on a save."""
-        patience = math.inf if self._stalled_since is None else self._stalled_since + SAVE_PATIENCE_S - now
-        with trio.move_on_after(max(0.0, min(patience, self._lanes.park_in_s(now, self._tally.pace)))):
+        with trio.move_on_after(
+            max(0.0, min(self._room.patience_s(now), self._lanes.park_in_s(now, self._tally.pace)))
+        ):
             await self._wakeup.wait()
-
-    def _start_restore(self, seq: Sequence) -> None:
-        if seq.exact and (refusal := self.cold.refusal(self.model_id)) is not None:
-            self._lanes.release(seq.fail(refusal))  # it was queued before anybody knew
-            return
-        # What an older sequence has or is computing is taken from there; the store is read once for all.
-        if self._needs_store(seq) or (seq.exact and not self.cold.known):
-            self._nursery.start_soon(self._restore, seq, seq.n_admitted)
-        else:
-            self._restored(seq)
-
-    def _needs_store(self, seq: Sequence) -> bool:
-        if self._resumer is None or self._hint is None or seq.options.cache == "off":
-            return False
-        if seq.continues and seq.n_kv and seq.times.restored is None:
-            return False  # it goes on from what its session holds, whatever else there is
-        return self._hint.is_pending(seq) or self._resumer.has_more(seq)
-
-    async def _restore(self, seq: Sequence, stay: int) -> None:
-        def waits() -> bool:
-            return seq.phase is Phase.RESTORE and seq.n_admitted == stay
-
-        try:
-            if seq.exact and not self.cold.known and (error := await self._probe_cold()) is not None:
-                if waits():
-                    self._lanes.release(seq.fail(error))
-                return
-            if seq.exact and waits():
-                seq.times.admitted = trio.current_time()  # it waited for that; nothing of it was restored
-            if self._hint is not None and self._hint.is_pending(seq):
-                await self._hint.wait(seq)
-            if waits() and self._resumer is not None and seq.options.cache != "off":
-                await self._resumer.restore(seq, stay)
-        finally:
-            if waits():
-                self._restored(seq)
-            self.wake()
-
-    async def _probe_cold(self) -> ErllamaError | None:
-        """Find out whether exact="cold" holds; why it cannot be offered, if it cannot. Nobody else runs."""
-        try:
-            log.info('%s: trying whether exact="cold" holds; this is done once', self.model_id)
-            self.cold.learned(await self._thread.probe_cold())
-        except ErllamaError as error:
-            return error
-        return self.cold.refusal(self.model_id)
-
-    def _restored(self, seq: Sequence) -> None:
-        self.hits.admitted(seq)
-        seq.restored(trio.current_time())
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End with Done; what was computed stays in its cells and goes to the store."""
@@ -414,75 +355,19 @@ class Actor:
         for seq in [s for s in self._lanes.running.values() if s.cancelled]:
             self._finish(seq, "cancelled")
 
-    def _ready(self) -> list[Sequence]:
-        """Who can go on: its memory is settled, and its reader keeps up.
-
-        The reader of one that runs alone is not waited for when others wait for its end.
-        """
-        others_wait = bool(self._lanes.waiting)
-        return [
-            s
-            for s in self._lanes.running.values()
-            if s.phase is not Phase.RESTORE
-            and (s.buffer.has_room or (s.exact and others_wait))
-            and s not in self._following
-        ]
-
-    def _make_room(self, now: float) -> Room:
-        ready = self._ready()
-        chunk = self._options.prefill_chunk_size or self.facts.n_batch
-        wanted = min(sum([min(chunk, s.n_tokens - s.n_kv) for s in ready]), self.facts.n_batch)
-        n_free = self._lanes.reclaim(int(wanted))
-        while lacks_cells(ready, self._limit(n_free)):
-            if self._lanes.is_saving:
-                self._stall(now)
-                return self._room()
-            if not self._preempt():
-                break
-            n_free = self._lanes.reclaim(len(self._ready()))
-            self._following = self._lanes.share_running(now)  # who was waited for may have been the one to go
-            ready = self._ready()
-        return Room(ready, self._limit(n_free))
-
-    def _room(self) -> Room:
-        return Room(self._ready(), self._limit(self._lanes.n_free_cells))
-
-    def _limit(self, n_free: int | None) -> int | None:
-        # Nobody can make room for the only one that runs: the model itself says when it is full.
-        return None if len(self._lanes.running) == 1 else n_free
-
-    def _stall(self, now: float) -> None:
-        """Residents that are being saved hold the cells that are lacking; not for ever."""
-        if self._stalled_since is None:
-            self._stalled_since = now
-        elif now - self._stalled_since >= SAVE_PATIENCE_S:
-            self._lanes.drop_resident(unsaved=True)
-            self._stalled_since = None
-            self.wake()
-
-    def _preempt(self) -> bool:
-        seq = self._lanes.preempt_youngest(trio.current_time())
-        if seq is None:
-            return False
-        self._tally.n_preempted += 1
-        log.info("%s: preempted %s, no cell is free", self.model_id, seq.request)
-        return True
-
-    def _plan(self, room: Room) -> list[Share]:
-        chunk = self._options.prefill_chunk_size
-        chunk = self.facts.n_batch if chunk is None or chunk == math.inf else int(chunk)
+    def _plan(self, going: Going) -> list[Share]:
         if self._lanes.runs_alone:
             piece = cold_piece(self.facts.n_batch)
             assert piece is not None
-            return plan_step(room.ready, Limits.alone(self.facts.n_batch, piece))
+            return plan_step(going.ready, Limits.alone(self.facts.n_batch, piece))
         limits = Limits(
             n_batch=self.facts.n_batch,
-            prefill_chunk=min(chunk, self._squeeze or chunk),
-            n_cells=room.n_cells,
+            prefill_chunk=min(self._room.chunk, self._room.squeeze or self._room.chunk),
+            n_cells=going.n_cells,
             prefill_budget=self._tally.pace.prefill_budget(self._options.step_target_s),
             boundary=self._boundary,
         )
-        return plan_step(room.ready, limits)
+        return plan_step(going.ready, limits)
 
     async def _step(self, shares: list[Share]) -> None:
         self._in_flight = [self._lanes.running[share.slot] for share in shares]
@@ -505,14 +390,15 @@ class Actor:
             return
         finally:
             self._in_flight = []
-        self._tally.add_time(result)
+        if result.status is not StepStatus.OK:
+            self._tally.add_lost(result)
         match result.status:
             case StepStatus.OK:
                 self._count_step(shares, n_decode, n_prefill, result)
                 self._apply(shares, result)
             case StepStatus.NO_ROOM:
                 self._tally.n_refused_steps += 1
-                if not self._yield_room(shares):
+                if not self._room.refused(shares):
                     await self._wait(trio.current_time())
             case StepStatus.ABORTED:
                 self._tally.n_aborted_steps += 1
@@ -537,7 +423,7 @@ class Actor:
             len(shares) < len(lanes.running)
             or lanes.waiting
             or lanes.parked
-            or self._stalled_since is not None
+            or self._room.stalled_since is not None
             or not self._thread.runs_beside
         ):
             return None
@@ -549,12 +435,11 @@ class Actor:
 
     def _count_step(self, shares: list[Share], n_decode: int, n_prefill: int, result: StepResult) -> None:
         self._tally.add_step(shares, n_decode, n_prefill, result)
-        self._squeeze = self._stalled_since = None
+        self._room.squeeze = self._room.stalled_since = None
         self._unasked_aborts = 0
 
     def _apply_followed(self, shares: list[Share], result: StepResult) -> None:
         """A step of a burst, while the next one runs."""
-        self._tally.add_time(result)
         self._count_step(shares, len(shares), 0, result)
         self._apply(shares, result, followed=True)
 
@@ -589,36 +474,6 @@ class Actor:
         reason = seq.accept(sampled, piece=self._piece(sampled.token), is_eog=is_eog, now=now)
         if reason is not None:
             self._finish(seq, reason)
-
-    def _yield_room(self, shares: list[Share]) -> bool:
-        """The model refused for lack of cells, and nothing changed: ask for less, then for fewer.
-
-        False: cells will be free when a resident is saved.
-        """
-        if self._lanes.drop_resident():
-            return True
-        if self._lanes.is_saving:
-            self._stall(trio.current_time())
-            return False
-        largest = max(shares, key=lambda share: share.n)
-        if self._lanes.runs_alone:  # in an empty memory, and other pieces would have other bits
-            self._end_for_room(self._lanes.running[largest.slot])
-        elif largest.n > PIECE:
-            self._squeeze = max(PIECE, largest.n // 2 // PIECE * PIECE)
-        elif not self._preempt():
-            self._no_room_for_one(self._lanes.running[largest.slot])
-        return True
-
-    def _no_room_for_one(self, seq: Sequence) -> None:
-        """Memory refuses a lone sequence that fits by every count: compute it once more from nothing."""
-        log.warning("%s: memory has no room for %s alone", self.model_id, seq)
-        if self._no_room_alone is not seq:
-            self._no_room_alone = seq
-            self._lanes.release(seq.preempt())
-            self._lanes.requeue(seq)
-            return
-        self._no_room_alone = None
-        self._end_for_room(seq)
 
     def _end_for_room(self, seq: Sequence) -> None:
         """What was generated is the answer; without any, it is our error, not the caller's."""

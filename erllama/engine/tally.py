@@ -25,13 +25,15 @@ class Tally:
         self.n_preempted = self.n_parked = self.n_refused_steps = self.n_aborted_steps = 0
         self.compute_s = self.sample_s = 0.0
 
-    def add_time(self, result: StepResult) -> None:
-        """A step ended, however it did."""
+    def add_lost(self, result: StepResult) -> None:
+        """A step ended without doing what was asked."""
         self.compute_s += result.compute_s
         self.sample_s += result.sample_s
 
     def add_step(self, shares: list[Share], n_decode: int, n_prefill: int, result: StepResult) -> None:
-        """It did what was asked. The store is told now and then what prefill costs."""
+        """A step did what was asked. The store is told now and then what prefill costs."""
+        self.compute_s += result.compute_s
+        self.sample_s += result.sample_s
         self.n_steps += 1
         self.n_decode_rows += n_decode
         self.n_prefill_tokens += n_prefill

@@ -10,8 +10,10 @@ from erllama.engine.purpose import Purpose
 from erllama.errors import InvalidOption
 from erllama.options import GenerationOptions
 
+from .request_calls import RequestCalls
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from erllama.chat.messages import Message
@@ -19,44 +21,15 @@ if TYPE_CHECKING:
     from erllama.engine.request import EventStream
     from erllama.types import ChatMessage, Completion, Prefilled
 
-    from .block import Block
-    from .calls import Calls
-    from .chat import ChatStatistics, ModelChat
+    from .chat import ChatStatistics
     from .generation import Generation
 
 
 CHAT_OPTIONS = [field.name for field in dataclasses.fields(ChatOptions)]
 
 
-class ChatCalls:
-    """The chat half of `Model`."""
-
-    _chat: ModelChat
-    _calls: Calls
-
-    def _block(
-        self,
-        name: str,
-        arguments: dict[str, Any],
-        make: Callable[..., AbstractAsyncContextManager[EventStream]],
-    ) -> Block[EventStream]:
-        raise NotImplementedError
-
-    async def _collected(self, stream: AbstractAsyncContextManager[EventStream]) -> Completion:
-        raise NotImplementedError
-
-    async def _prefill(
-        self,
-        prompt_ids: list[int],
-        options: GenerationOptions,
-        purpose: Purpose,
-        *,
-        is_text: bool = False,
-    ) -> Prefilled:
-        raise NotImplementedError
-
-    def _n_ctx(self) -> int:
-        raise NotImplementedError
+class ChatCalls(RequestCalls):
+    """The part of `Model` that chats."""
 
     async def chat(
         self,

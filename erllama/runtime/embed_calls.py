@@ -10,28 +10,19 @@ import numpy as np
 from erllama.engine.home import require_home
 from erllama.errors import InvalidContent, NotSupported
 
+from .request_calls import RequestCalls
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from erllama.engine.embedder import Embedder
-    from erllama.engine.handle import Handle
     from erllama.middleware import Middleware
 
-    from .calls import Calls
-
-Prompt = str | Sequence[int]
+    from .text_calls import Prompt
 
 
-class EmbedCalls:
-    """The embedding half of `Model`."""
-
-    _calls: Calls
-
-    def _live(self) -> Handle:
-        raise NotImplementedError
-
-    async def _prompt_ids(self, prompt: Prompt, *, add_special: bool = True) -> list[int]:
-        raise NotImplementedError
+class EmbedCalls(RequestCalls):
+    """The part of `Model` that embeds."""
 
     async def embed(
         self, text_or_tokens: Prompt, *, middleware: Sequence[Middleware] = ()

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from erllama.engine.request import EventStream
     from erllama.runtime.generation import Generation
-    from erllama.runtime.model import Model, Prompt
+    from erllama.runtime.model import Model
+    from erllama.runtime.text_calls import Prompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -258,7 +258,7 @@ async def test_a_request_preempted_before_its_restore_began_is_no_crash(autojump
             actor = bench.actor
             admitted = actor._lanes.admit_next(0.0)
             assert admitted is not None
-            actor._start_restore(admitted)
+            actor._arrivals.start(admitted, actor._nursery)
             actor._lanes._set_aside(admitted, 0.0)
             actor._lanes.requeue(admitted)
             answer = [event async for event in events][-1].completion

@@ -108,7 +108,7 @@ async def test_a_stuck_model_holds_up_nobody_else():
 
 async def test_a_reset_that_finds_no_end_says_so(monkeypatch: pytest.MonkeyPatch):
     """R9: the step stays stuck beyond the patience: EngineError "timeout", in bounded time."""
-    monkeypatch.setattr(erllama.runtime.model, "RESET_PATIENCE_S", 0.05)
+    monkeypatch.setattr(erllama.runtime.session_calls, "RESET_PATIENCE_S", 0.05)
     stuck = Stuck()
     async with loaded(FakeBackend(threaded=True, before_step=stuck)) as model:
         async with model.stream("p", session_id="s"):
