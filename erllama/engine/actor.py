@@ -360,9 +360,11 @@ class Actor:
             piece = cold_piece(self.facts.n_batch)
             assert piece is not None
             return plan_step(going.ready, Limits.alone(self.facts.n_batch, piece))
+        chunks, squeeze = self._room.chunks, self._room.squeeze or self.facts.n_batch
         limits = Limits(
             n_batch=self.facts.n_batch,
-            prefill_chunk=min(self._room.chunk, self._room.squeeze or self._room.chunk),
+            prefill_chunk=min(chunks.beside, squeeze),
+            lone_chunk=min(chunks.alone, squeeze),
             n_cells=going.n_cells,
             prefill_budget=self._tally.pace.prefill_budget(self._options.step_target_s),
             boundary=self._boundary,

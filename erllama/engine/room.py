@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
-from .planner import PIECE, Share, lacks_cells
+from .planner import PIECE, Chunks, Share, lacks_cells
 from .state import Phase
 
 if TYPE_CHECKING:
@@ -58,10 +58,8 @@ class Room:
         self._end = end
         self._following: set[Sequence] = set()  # they wait for an older one that computes the same prompt
         self._alone: Sequence | None = None  # who starts over because memory refused it
-        chunk = options.prefill_chunk_size
-        # Tokens of a prompt that go into one step at most; fewer after a refused step.
-        self.chunk = self._n_batch if chunk is None or chunk == math.inf else int(chunk)
-        self.squeeze: int | None = None
+        self.chunks = Chunks.of(options.prefill_chunk_size, facts.n_batch)
+        self.squeeze: int | None = None  # a smaller chunk after a refused step
         self.stalled_since: float | None = None  # nobody goes on until residents are saved, and leave
 
     def __repr__(self) -> str:
@@ -78,8 +76,8 @@ class Room:
     def make(self, now: float) -> Going:
         """Share what is computed already and free cells for the rest: of residents, then of the youngest."""
         self._following = self._lanes.share_running(now)
-        ready = self._ready()
-        wanted = min(sum([min(self.chunk, s.n_tokens - s.n_kv) for s in ready]), self._n_batch)
+        ready, most = self._ready(), self.chunks.alone
+        wanted = min(sum([min(most, s.n_tokens - s.n_kv) for s in ready]), self._n_batch)
         n_free = self._lanes.reclaim(wanted)
         while lacks_cells(ready, self._limit(n_free)):
             if self._lanes.is_saving:
