@@ -115,6 +115,7 @@ class Actor:
         self._pace = Pace()
         self._in_flight: list[Sequence] = []
         self._aborting = False
+        self._probing: Sequence | None = None  # for whom the cold trial runs
         self._following: set[Sequence] = set()  # they wait for an older one that computes the same prompt
         self._unasked_aborts = 0
         self._no_room_alone: Sequence | None = None  # who starts over because memory refused it
@@ -174,6 +175,8 @@ class Actor:
             self._lanes.withdraw(seq)
             seq.finish("cancelled", trio.current_time())
         self.wake()
+        if seq is self._probing:
+            self._thread.abort()
         if not self._aborting and self._in_flight and all(s.cancelled for s in self._in_flight):
             if self._lanes.has_state and all(s.phase is Phase.DECODE for s in self._in_flight):
                 return  # short, and an aborted step would take the state with it
@@ -370,8 +373,8 @@ class Actor:
             return seq.phase is Phase.RESTORE and seq.n_admitted == stay
 
         try:
-            if seq.exact and not self.cold.known and (error := await self._probe_cold()) is not None:
-                if waits():
+            if seq.exact and not self.cold.known and (error := await self._probe_cold(seq)) is not None:
+                if waits() and not seq.cancelled:
                     self._lanes.release(seq.fail(error))
                 return
             if seq.exact and waits():
@@ -385,13 +388,20 @@ class Actor:
                 self._restored(seq)
             self.wake()
 
-    async def _probe_cold(self) -> ErllamaError | None:
-        """Find out whether exact="cold" holds; why it cannot be offered, if it cannot. Nobody else runs."""
+    async def _probe_cold(self, seq: Sequence) -> ErllamaError | None:
+        """Find out whether exact="cold" holds; why it cannot be offered, if it cannot. Nobody else runs.
+
+        Should `seq` be cancelled, the trial is aborted; who asks next has it made anew. Until its call is over
+        `seq` keeps its slot: the next call would lower the flag.
+        """
+        log.info('%s: trying whether exact="cold" holds; this is done once', self.model_id)
+        self._probing = seq
         try:
-            log.info('%s: trying whether exact="cold" holds; this is done once', self.model_id)
             self.cold.learned(await self._thread.probe_cold())
         except ErllamaError as error:
             return error
+        finally:
+            self._probing = None
         return self.cold.refusal(self.model_id)
 
     def _restored(self, seq: Sequence) -> None:
@@ -422,7 +432,7 @@ class Actor:
         return True
 
     def _sweep(self) -> None:
-        for seq in [s for s in self._lanes.running.values() if s.cancelled]:
+        for seq in [s for s in self._lanes.running.values() if s.cancelled and s is not self._probing]:
             self._finish(seq, "cancelled")
 
     def _ready(self) -> list[Sequence]:
