@@ -47,7 +47,7 @@ from .resident import Resident
 from .resume import Resumer
 from .room import Going, Room
 from .saver import Saver
-from .sessions import history_of
+from .sessions import history_of, session_of
 from .state import Phase
 from .statistics import ActorStatistics
 from .tally import Tally
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from .cache_link import CacheLink
     from .runner import Runner
     from .sequence import Sequence
+    from .sessions import Session
 
 log = logging.getLogger("erllama.engine")
 UNASKED_ABORTS = 3  # in a row; then the context is rebuilt
@@ -131,9 +132,8 @@ class Actor:
             raise copy.copy(self._stopped)
         if seq.exact and (refusal := self.cold.refusal(self.model_id)) is not None:
             raise refusal
-        session_id = seq.options.session_id
-        if session_id is not None and self._of_session(session_id):
-            raise StickyBusy(f"session {session_id!r} already has a request in flight; wait for its end")
+        if self._of_session(seq.session):
+            raise _busy(seq.options.session_id)
         if seq.options.on_full == "error" and not self._lanes.can_admit_behind(seq):
             busy = f"all {self._lanes.n_slots} sequences of {self.model_id!r} are busy"
             raise SeqCapacity(
@@ -152,38 +152,41 @@ class Actor:
             self._lanes.withdraw(seq)
             seq.finish("cancelled", trio.current_time())
         self.wake()
+        if seq is self._arrivals.tried_for:
+            self._thread.abort()
         if not self._aborting and self._in_flight and all(s.cancelled for s in self._in_flight):
             if self._lanes.has_state and all(s.phase is Phase.DECODE for s in self._in_flight):
                 return  # short, and an aborted step would take the state with it
             self._aborting = True
             self._thread.abort()
 
-    def reset_session(self, session_id: Hashable) -> list[Sequence]:
+    def reset_session(self, session_id: Hashable, salt: bytes = b"") -> list[Sequence]:
         """End the session's requests with `EngineReset`, even while a step is stuck; returns them.
 
         Their slots are free once `ended` is set on each.
         """
-        hit = self._of_session(session_id)
+        hit = self._of_session(session_of(session_id, salt))
         for seq in hit:
             seq.buffer.end(EngineReset(f"session {session_id!r} was reset"))
             seq.leaves_nothing = True
             self.cancel(seq)
         return hit
 
-    def end_session(self, session_id: Hashable, *, keep_cells: bool = True) -> bool:
+    def end_session(self, session_id: Hashable, salt: bytes = b"", *, keep_cells: bool = True) -> bool:
         """Give the session's sequence up, at once or when its turn ends; False if it had none.
 
         `keep_cells`: what is in memory may still be shared until the room is needed.
         """
-        for seq in [s for s in self.sequences() if s.options.session_id == session_id]:
+        session = session_of(session_id, salt)
+        for seq in [s for s in self.sequences() if s.session is not None and s.session == session]:
             seq.pins, seq.leaves_nothing = False, seq.leaves_nothing or not keep_cells
-        ended = self._lanes.forget_session(session_id, keep_cells=keep_cells)
+        ended = self._lanes.forget_session(session, keep_cells=keep_cells)
         self.wake()
         return ended
 
-    def holds(self, session_id: Hashable) -> bool:
+    def holds(self, session_id: Hashable, salt: bytes = b"") -> bool:
         """Whether the session has a sequence to go on from."""
-        return self._lanes.pin(session_id) is not None
+        return self._lanes.pin(session_of(session_id, salt)) is not None
 
     def history(self, session_id: Hashable, expected: list[int] | None, salt: bytes = b"") -> list[int]:
         """What a continuation of the session goes on from.
@@ -192,17 +195,20 @@ class Actor:
         """
         if self.facts.layout is None:
             raise NotSupported(f"the memory of {self.model_id!r} cannot be cut, so no session is held")
-        if self._of_session(session_id):
-            raise StickyBusy(f"session {session_id!r} already has a request in flight; wait for its end")
-        return history_of(self._lanes.pin(session_id), session_id, expected, salt)
+        session = session_of(session_id, salt)
+        if self._of_session(session):
+            raise _busy(session_id)
+        return history_of(self._lanes.pin(session), session_id, expected)
 
     def n_kept(self, tokens: list[int], *, exact: bool = False) -> int:
         """How many of `tokens`, from the first on, a live sequence or the store could give to another."""
         n_stored = 0 if self._resumer is None else self._resumer.n_stored(tokens, exact=exact)
         return n_stored if exact else max(n_stored, self._lanes.n_live(tokens))
 
-    def _of_session(self, session_id: Hashable) -> list[Sequence]:
-        return [s for s in self.sequences() if s.options.session_id == session_id and not s.cancelled]
+    def _of_session(self, session: Session | None) -> list[Sequence]:
+        if session is None:
+            return []
+        return [s for s in self.sequences() if s.session == session and not s.cancelled]
 
     def wake(self) -> None:
         """Something changed that may make a step possible, or another one than those planned."""
@@ -352,7 +358,7 @@ class Actor:
         return True
 
     def _sweep(self) -> None:
-        for seq in [s for s in self._lanes.running.values() if s.cancelled]:
+        for seq in [s for s in self._lanes.running.values() if s.cancelled and s is not self._arrivals.tried_for]:
             self._finish(seq, "cancelled")
 
     def _plan(self, going: Going) -> list[Share]:
@@ -488,6 +494,10 @@ class Actor:
             detail={"n_tokens": seq.n_tokens, "n_ctx": self.facts.n_ctx},
         )
         self._lanes.release(seq.fail(error))
+
+
+def _busy(session_id: Hashable) -> StickyBusy:
+    return StickyBusy(f"session {session_id!r} already has a request in flight; wait for its end")
 
 
 def _row(share: Share, seq: Sequence) -> Row:

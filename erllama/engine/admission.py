@@ -36,12 +36,13 @@ from .sessions import admitted_as, by_worth, goes_on, pin_of, sessions_waiting
 from .state import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator
+    from collections.abc import Callable, Iterator
 
     from erllama.backend import BackendFacts
 
     from .pace import Pace
     from .sequence import Sequence
+    from .sessions import Session
 
 ASLEEP_S = 2.0  # a reader with a full buffer that reads nothing for so long gives its place to who waits
 SLOW_S = 30.0  # one that reads, but never gets its buffer half empty, after so long
@@ -212,21 +213,21 @@ class Lanes:
     @property
     def n_pinned(self) -> int:
         """Slots held for sessions."""
-        return sum(r.session_id is not None for r in self.residents.values())
+        return sum(r.session is not None for r in self.residents.values())
 
     @property
     def n_pinned_idle(self) -> int:
         """Those whose session has no turn waiting: they may be taken back."""
         waiting = sessions_waiting(self.waiting)
-        return sum(r.session_id is not None and r.session_id not in waiting for r in self.residents.values())
+        return sum(r.session is not None and r.session not in waiting for r in self.residents.values())
 
-    def pin(self, session_id: Hashable) -> Resident | None:
+    def pin(self, session: Session | None) -> Resident | None:
         """The session's pin."""
-        return pin_of(self.residents.values(), session_id)
+        return pin_of(self.residents.values(), session)
 
     def _pin_for(self, seq: Sequence) -> Resident | None:
         """What a turn may take over. One that keeps nothing leaves its session as it is."""
-        return self.pin(seq.options.session_id) if seq.options.cache == "on" else None
+        return self.pin(seq.session) if seq.options.cache == "on" else None
 
     def _continued_pin(self, seq: Sequence, n_elsewhere: int) -> Resident | None:
         """The pin that `seq` goes on from. If it does not, or others hold more of it, the pin is ended."""
@@ -271,12 +272,12 @@ class Lanes:
             default=0,
         )
 
-    def forget_session(self, session_id: Hashable, *, keep_cells: bool) -> bool:
+    def forget_session(self, session: Session | None, *, keep_cells: bool) -> bool:
         """End a session's pin; False if there was none. `keep_cells`: others may still share them.
 
         Memory stays as it is until `drop_unwanted`, so this may be called while a step runs.
         """
-        pin = self.pin(session_id)
+        pin = self.pin(session)
         if pin is None:
             return False
         pin.session_id, pin.unwanted = None, not keep_cells
@@ -396,7 +397,7 @@ class Lanes:
             return heapq.heappop(self._empty)
         waiting = sessions_waiting(self.waiting)
         free = [
-            r for r in self.residents.values() if not self.reading[r.slot] and r.session_id not in waiting
+            r for r in self.residents.values() if not self.reading[r.slot] and r.session not in waiting
         ]
         victim = min(free, key=by_worth(waiting, source), default=None)
         if victim is None or victim is source:
@@ -417,7 +418,7 @@ class Lanes:
         gone = self.running.pop(slot).arrival
         self._alike = {pair: n for pair, n in self._alike.items() if gone not in pair}
         if resident is not None and self._layout is not None and resident.n_kv:
-            self.forget_session(resident.session_id, keep_cells=True)  # one pin per session
+            self.forget_session(resident.session, keep_cells=True)  # one pin per session
             self.residents[slot] = resident
             self._left.append(resident)
             self._ops.append(Cut(slot, resident.n_kv))

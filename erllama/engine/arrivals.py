@@ -51,6 +51,7 @@ class Arrivals:
         self._wake = wake
         self._resumer = resumer
         self._hint = hint
+        self.tried_for: Sequence | None = None  # who waits for the cold trial that runs
 
     def __repr__(self) -> str:
         return f"<Arrivals of {self._model_id}>"
@@ -78,8 +79,8 @@ class Arrivals:
             return seq.phase is Phase.RESTORE and seq.n_admitted == stay
 
         try:
-            if seq.exact and not self._cold.known and (error := await self._probe_cold()) is not None:
-                if waits():
+            if seq.exact and not self._cold.known and (error := await self._probe_cold(seq)) is not None:
+                if waits() and not seq.cancelled:
                     self._lanes.release(seq.fail(error))
                 return
             if seq.exact and waits():
@@ -93,13 +94,20 @@ class Arrivals:
                 self._arrived(seq)
             self._wake()
 
-    async def _probe_cold(self) -> ErllamaError | None:
-        """Find out whether exact="cold" holds; why it cannot be offered, if it cannot. Nobody else runs."""
+    async def _probe_cold(self, seq: Sequence) -> ErllamaError | None:
+        """Find out whether exact="cold" holds; why it cannot be offered, if it cannot. Nobody else runs.
+
+        Should `seq` be cancelled, the trial is aborted; who asks next has it made anew. Until its call is over
+        `seq` keeps its slot: the next call would lower the flag.
+        """
+        log.info('%s: trying whether exact="cold" holds; this is done once', self._model_id)
+        self.tried_for = seq
         try:
-            log.info('%s: trying whether exact="cold" holds; this is done once', self._model_id)
             self._cold.learned(await self._thread.probe_cold())
         except ErllamaError as error:
             return error
+        finally:
+            self.tried_for = None
         return self._cold.refusal(self._model_id)
 
     def _arrived(self, seq: Sequence) -> None:

@@ -54,6 +54,11 @@ class Resident:
         )
 
     @property
+    def session(self) -> tuple[bytes, Hashable] | None:
+        """Whose pin it is: its salt, and the id under it."""
+        return None if self.session_id is None else (self.salt, self.session_id)
+
+    @property
     def shareable(self) -> bool:
         """Others may hold what it holds."""
         return not self.unwanted

@@ -39,7 +39,7 @@ from .state import Happening, Lifecycle, Phase
 from .text import TextAssembler
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Hashable, Mapping
     from collections.abc import Sequence as Seq
 
     from erllama.backend import Sampled, Sampler
@@ -158,6 +158,11 @@ class Sequence:
     def salt(self) -> bytes:
         """Whose it is: what others computed under another one is not for it."""
         return self.options.salt
+
+    @property
+    def session(self) -> tuple[bytes, Hashable] | None:
+        """Its session: its salt, and the id under it."""
+        return None if self.options.session_id is None else (self.salt, self.options.session_id)
 
     @property
     def is_restoring(self) -> bool:

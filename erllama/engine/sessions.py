@@ -2,7 +2,7 @@
 
 A *pin* is a resident with a session. Its session's next turn runs in the very same slot: its cells are cut
 back to what the new prompt shares and go on from there. There is at most one pin per session, and a pin is a
-slot, so there are never more than slots.
+slot, so there are never more than slots. Ids are names within a salt.
 
 Rule 1: residents without a session go before pins, pins before those whose next turn waits already;
         among equals the longest unused one.
@@ -12,7 +12,8 @@ Rule 3: a prompt that is not the session's history going on ends the pin; what i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, TypeAlias
 
 from erllama.errors import NoSession, TranscriptMismatch
 
@@ -20,35 +21,41 @@ from .purpose import Purpose
 from .resident import n_common
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from erllama.types import HitKind
 
     from .resident import Resident
     from .sequence import Sequence as RunningSequence
 
+Session: TypeAlias = tuple[bytes, Hashable]  # a salt, and an id under it
 
-def pin_of(residents: Iterable[Resident], session_id: Hashable) -> Resident | None:
+
+def session_of(session_id: Hashable, salt: bytes) -> Session | None:
+    """The name of a session for the whole model; None without one."""
+    return None if session_id is None else (salt, session_id)
+
+
+def pin_of(residents: Iterable[Resident], session: Session | None) -> Resident | None:
     """The session's pin; None without one."""
-    if session_id is None:
-        return None
-    return next((r for r in residents if r.session_id == session_id), None)
+    return None if session is None else next((r for r in residents if r.session == session), None)
 
 
-def sessions_waiting(waiting: Iterable[RunningSequence]) -> set[Hashable]:
+def sessions_waiting(waiting: Iterable[RunningSequence]) -> set[Session]:
     """Sessions whose next turn is queued. A turn that keeps nothing does not take the pin over."""
-    return {s.options.session_id for s in waiting if s.options.cache == "on" and not s.cancelled} - {None}
+    kept = [s.session for s in waiting if s.options.cache == "on" and not s.cancelled]
+    return {session for session in kept if session is not None}
 
 
 def by_worth(
-    waiting: set[Hashable], source: object = None
+    waiting: set[Session], source: object = None
 ) -> Callable[[Resident], tuple[bool, bool, bool, float]]:
     """Sort key of residents, first to go first (rule 1). What is about to be shared goes after its like;
     pins go strictly in order of use."""
 
     def key(resident: Resident) -> tuple[bool, bool, bool, float]:
-        pinned = resident.session_id is not None
-        return resident.session_id in waiting, pinned, resident is source and not pinned, resident.last_used
+        pinned = resident.session is not None
+        return resident.session in waiting, pinned, resident is source and not pinned, resident.last_used
 
     return key
 
@@ -70,10 +77,10 @@ def admitted_as(seq: RunningSequence) -> HitKind:
 
 
 def history_of(
-    pin: Resident | None, session_id: Hashable, expected: Sequence[int] | None, salt: bytes
+    pin: Resident | None, session_id: Hashable, expected: Sequence[int] | None
 ) -> list[int]:
     """The session's whole history. Raises: `NoSession`, `TranscriptMismatch` if it is not `expected`."""
-    if pin is None or pin.salt != salt:  # who has another salt does not even learn that there is one
+    if pin is None:
         raise NoSession(
             f"session {session_id!r} is not held, or not any more; send its whole transcript as a prompt",
             detail={"session_id": session_id},

@@ -11,7 +11,7 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING
 
-from .files import Files
+from .files import NO_SPACE, Files
 from .journal import Hits, drop_dead_journals, read_journals, write_journal
 from .publish import Outcome, Outgoing, publish
 from .read import read_head, read_part
@@ -65,11 +65,23 @@ class FileTier:
                 found = scan(self.root, ids, now=now)
                 removed = sweep(self.root, found)
                 hits = read_journals(self.root)
-                write_journal(self.root, hits)  # ours now: the journals of the dead may go
-                drop_dead_journals(self.root)
+                self._take_over_journals(hits)
                 return found, hits, removed
         except TierBusy:
             return scan(self.root, ids, now=now), read_journals(self.root), 0
+
+    def _take_over_journals(self, hits: Hits) -> None:
+        """The counts are ours now, and the journals of the dead may go; not where the device is full.
+
+        Such a tier has to start: only then can it evict what may have filled the device.
+        """
+        try:
+            write_journal(self.root, hits)
+        except OSError as full:
+            if full.errno not in NO_SPACE:
+                raise
+        else:
+            drop_dead_journals(self.root)
 
     def refresh(self, known: PartColumns, now: float) -> Scan:
         """What other processes added and removed; sweeps. Call with the removing lock held."""

@@ -5,6 +5,7 @@ Rule 1 (closure): a base leaves only when nothing hangs behind its node, and the
 Rule 2: what is leased, being written or already doomed stays.
 Rule 3: nothing is evicted for a newcomer that is worth less than what would go.
 Rule 4: an empty base only holds the path to what hangs on it. With nothing on it, it goes first.
+Rule 5: a plan for RAM takes nothing that a file tier holds but copies in RAM.
 
 Order: window parts and states away from anchors, least recently used first; then by seconds of prefill saved
 per byte × reuse; pinned and live paths last, and only where the caller insists. In RAM a copy of what a file
@@ -241,9 +242,11 @@ class _Planner:
         return sorted(left, key=tree.parts.is_base)
 
     def _holds_nothing(self, left: list[int]) -> bool:
-        """Whether all that is left of a node is an empty base."""
+        """Whether all that is left of a node is an empty base; in RAM, one that lives there."""
         parts = self._tree.parts
-        return len(left) == 1 and parts.is_base(left[0]) and not parts.size[left[0]]
+        if len(left) != 1 or not parts.is_base(left[0]) or parts.size[left[0]]:
+            return False
+        return self._want.slot != RAM or parts.home[left[0]] == RAM
 
     def _is_leaf(self, node: int) -> bool:
         if self._tree.is_leaf(node):

@@ -111,12 +111,17 @@ class SessionCalls(RequestCalls):
         async with self._request(prompt, options, Purpose.CONTINUE) as events:
             yield events
 
-    async def end_session(self, session_id: Hashable) -> None:
-        """Give the session's sequence back; a turn in flight goes on and is not held after. Idempotent."""
-        self._live().actor.end_session(session_id)
+    async def end_session(self, session_id: Hashable, *, salt: bytes = b"") -> None:
+        """Give the session's sequence back; a turn in flight goes on and is not held after. Idempotent.
+
+        `salt`: that of its requests; ids are names within it.
+        """
+        self._live().actor.end_session(session_id, salt)
         await trio.lowlevel.checkpoint()
 
-    async def reset_session(self, session_id: Hashable) -> Literal["recovered", "not_found"]:
+    async def reset_session(
+        self, session_id: Hashable, *, salt: bytes = b""
+    ) -> Literal["recovered", "not_found"]:
         """Drop what the session holds, and end its request in flight; its reader gets `EngineReset` at once.
 
         Raises: `EngineError` with reason "timeout" if its sequence is not free again after 5 s.
@@ -124,8 +129,8 @@ class SessionCalls(RequestCalls):
         """
         require_home(self.handle.home)
         actor = self._live().actor
-        hit = actor.reset_session(session_id)
-        held = actor.end_session(session_id, keep_cells=False)
+        hit = actor.reset_session(session_id, salt)
+        held = actor.end_session(session_id, salt, keep_cells=False)
         with trio.move_on_after(RESET_PATIENCE_S) as patience:
             for seq in hit:
                 await seq.ended.wait()

@@ -242,7 +242,7 @@ class Generator:
                 self._metrics.ended(spec.name, answer.completion)
                 if answer.completion is None and answer.session_id is not None:
                     with trio.move_on_after(END_SESSION_S, shield=True):
-                        await lease.model.end_session(answer.session_id)
+                        await lease.model.end_session(answer.session_id, salt=ask.salt)
 
     @asynccontextmanager
     async def _opened(self, lease: Lease, asked: Ask) -> AsyncIterator[Answer]:
@@ -251,7 +251,7 @@ class Generator:
             if asked.messages is not None:
                 asked = dataclasses.replace(asked, messages=await self.spoken(lease.model, asked.messages))
             started, ask, n_cut = trio.current_time(), asked, 0
-            held = asked.session_id is not None and lease.model.handle.actor.holds(asked.session_id)
+            held = asked.session_id is not None and lease.model.handle.actor.holds(asked.session_id, asked.salt)
             watch = (self._metrics.watch_chat,)
             while True:
                 try:

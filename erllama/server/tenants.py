@@ -1,7 +1,7 @@
 """Whose cache a request uses: what separates the users of one server. Pure.
 
 A salt is a hash of an API key, or of a `prompt_cache_key` under one. Requests with different salts share no
-KV and no session, so none of them can tell from times or counts what another one has asked.
+KV, and session ids are names within a salt, so none of them can tell from times or counts what another one has asked.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ def salt_of(text: str, under: bytes = b"") -> bytes:
 
 
 def of_tenant(ask: Ask, salt: bytes, table: CacheTable) -> Ask:
-    """The ask as one of its user. `salt`: its API key's. Sessions are named within their salt."""
+    """The ask as one of its user. `salt`: its API key's."""
     if table.prompt_cache_key == "separates" and ask.cache_key:
         salt = salt_of(ask.cache_key, under=salt)
-    if not salt:
-        return ask
-    session = None if ask.session_id is None else (salt, ask.session_id)
-    return dataclasses.replace(ask, salt=salt, session_id=session)
+    return dataclasses.replace(ask, salt=salt) if salt else ask

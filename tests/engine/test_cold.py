@@ -10,10 +10,10 @@ import trio.testing
 
 import erllama
 from erllama.backend import PartKind, StepResult, StepStatus
-from erllama.errors import InvalidOption, NotSupported
+from erllama.errors import InvalidOption, LoadCancelled, NotSupported
 from erllama.testing import FakeBackend
 
-from runtime.scenes import loaded  # isort: skip  # tests/ is on the path
+from runtime.scenes import loaded, wait_idle  # isort: skip  # tests/ is on the path
 from runtime.watched import Watched  # isort: skip  # tests/ is on the path
 
 if TYPE_CHECKING:
@@ -211,3 +211,54 @@ async def test_an_answer_that_cannot_go_on_with_its_bits_is_an_error(autojump_cl
         with pytest.raises(erllama.EngineError) as caught:
             await model.complete(LONG, **{**COLD, "max_tokens": 50})
         assert caught.value.reason == "decode_aborted"
+
+
+class LongTrial(FakeBackend):
+    """Its trial takes an hour unless it is aborted, the first time."""
+
+    def __init__(self, **settings: object) -> None:
+        super().__init__(**settings, threaded=True)
+        self.trials: list[str] = []
+
+    def probe_cold(self) -> str | None:
+        """Wait for the flag, once."""
+        self.trials.append("begun")
+        if len(self.trials) == 1:
+            if self._abort.wait(3600):
+                self.trials.append("aborted")
+                raise LoadCancelled("given up")
+        return None
+
+
+@pytest.mark.parametrize("way", ["leaves", "cancels"])
+@pytest.mark.parametrize("others", [[], [{}], [COLD], [COLD, {}]])
+async def test_a_trial_ends_with_the_request_it_is_for(way: str, others: list[dict]) -> None:
+    """Who waits behind it is served at once, and who needs the trial has it made anew."""
+    backend = LongTrial(n_slots=2)
+    async with loaded(backend) as model, trio.open_nursery() as nursery:
+        async with model.stream(LONG, **COLD) as events:
+            for options in others:
+                nursery.start_soon(lambda o=options: model.complete("other", **{"max_tokens": 4, **o}))
+            while not backend.trials:
+                await trio.sleep(0.001)
+            if way == "cancels":
+                events.cancel()
+                assert (await erllama.collect(events)).finish_reason == "cancelled"
+        assert len((await model.complete(LONG, **COLD)).generated) == 4
+        assert len((await model.complete("next", max_tokens=4)).generated) == 4
+    assert backend.trials == ["begun", "aborted", "begun"]
+    assert backend.live_samplers == set()
+
+
+async def test_a_trial_goes_on_when_somebody_else_leaves() -> None:
+    """Only its own request ends it."""
+    backend = LongTrial(n_slots=2)
+    async with loaded(backend) as model:
+        async with model.stream(LONG, **COLD):
+            async with model.stream("other", **COLD):
+                while not backend.trials:
+                    await trio.sleep(0.001)
+            await trio.sleep(0.05)
+            assert backend.trials == ["begun"]
+        await wait_idle(model)
+        assert backend.trials == ["begun", "aborted"]

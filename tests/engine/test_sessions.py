@@ -104,7 +104,7 @@ def test_one_resident_per_session():
     first, second = admit(lane, seq(A, "a")), admit(lane, seq(B, "a"))
     old, new = leave(lane, first, 1.0), leave(lane, second, 2.0)
     assert (old.session_id, new.session_id) == (None, "a")
-    assert lane.pin("a") is new
+    assert lane.pin((b"", "a")) is new
     assert (lane.n_pinned, lane.n_pinned_idle) == (1, 1)
 
 
@@ -125,7 +125,7 @@ def test_nobodys_residents_go_before_sessions():
     hold(lane, A, "a", 1.0)
     hold(lane, B, None, 2.0)
     assert admit(lane, seq(C)).slot == 1
-    assert lane.pin("a") is not None
+    assert lane.pin((b"", "a")) is not None
 
 
 def test_cells_are_taken_from_sessions_last():
@@ -196,11 +196,11 @@ def test_the_history_is_what_is_in_memory_and_what_is_pending():
     lane = lanes()
     pin = hold(lane, [1, 2, 3], "a", 1.0)
     assert (pin.n_kv, pin.pending.tolist()) == (2, [3])
-    assert history_of(pin, "a", None, b"") == history_of(pin, "a", [1, 2, 3], b"") == [1, 2, 3]
+    assert history_of(pin, "a", None) == history_of(pin, "a", [1, 2, 3]) == [1, 2, 3]
     with pytest.raises(TranscriptMismatch, match="part at 1"):
-        history_of(pin, "a", [1, 9, 3], b"")
+        history_of(pin, "a", [1, 9, 3])
     with pytest.raises(NoSession):
-        history_of(None, "a", [], b"")
+        history_of(None, "a", [])
 
 
 def test_a_continuation_goes_on_whoever_has_more():
@@ -222,7 +222,7 @@ async def test_a_parked_turn_holds_nothing():
         request.buffer.put_nowait(TokenId(1, request.request))
     lane.waiting.append(seq(B))
     assert lane.park_lagging(trio.current_time() + 10_000, Pace()) is request
-    assert (lane.n_pinned, lane.pin("a")) == (0, None)
+    assert (lane.n_pinned, lane.pin((b"", "a"))) == (0, None)
     assert lane.admit_next(10_000.0).ledger == B
 
 
@@ -230,13 +230,13 @@ def test_forgetting_a_session():
     """S4, S12: with or without its cells; nothing for one that is not held."""
     lane = lanes()
     hold(lane, A, "a", 1.0)
-    assert lane.forget_session("a", keep_cells=True)
-    assert not lane.forget_session("a", keep_cells=True)
+    assert lane.forget_session((b"", "a"), keep_cells=True)
+    assert not lane.forget_session((b"", "a"), keep_cells=True)
     assert not lane.forget_session(None, keep_cells=False)
     assert np.array_equal(lane.residents[0].ledger, A[:19])
     hold(lane, B, "b", 2.0)
     lane.take_ops()
-    assert lane.forget_session("b", keep_cells=False)
+    assert lane.forget_session((b"", "b"), keep_cells=False)
     assert lane.n_live(B) == 0
     assert lane.take_ops() == []  # a step may be running
     lane.drop_unwanted()

@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from erllama.kvcache.key import Identity
 from erllama.kvcache.kinds import PartKind
+from erllama.kvcache.parts import RAM
 from erllama.kvcache.recover import parse_file_name
 
 from .faults import Died, DyingFiles
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from erllama.kvcache.check import Finding
+    from erllama.kvcache.recover import PartId
 
 RAM_BYTES = 80_000
 DISK_BYTES = 14 * PART_BYTES
@@ -138,7 +140,7 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.base = pathlib.Path(tempfile.mkdtemp(prefix="erllama-machine-"))
         self.clock = Clock()
-        self.durable: set[bytes] = set()
+        self.durable: set[PartId] = set()
         self.settled = False
 
     @initialize(spill=st.booleans())
@@ -187,9 +189,9 @@ class StoreMachine(RuleBasedStateMachine):
         """Another process on the same folder; `without`: names the former one may have removed."""
         self.process = Process(self.base / "root", self.clock, spill=self.spill)
         catalog = self.process.bench.store._catalog
-        for name in self.durable - without:
-            assert catalog.has(name, PartKind.BASE), "a durable node is gone"
-        self.durable = {name for name in self.durable if catalog.has(name, PartKind.BASE)}
+        there = {(name, kind) for name, kind in self.durable if catalog.has(name, kind)}
+        assert all(name in without for name, _ in self.durable - there), "a durable part is gone"
+        self.durable = there
 
     def settle(self) -> None:
         """Flush and check; remember what is durable."""
@@ -203,10 +205,8 @@ class StoreMachine(RuleBasedStateMachine):
             return
         assert found == []
         catalog = self.process.bench.store._catalog
-        # Where a base was damaged and its process died over it, what stood beside it may be left alone.
-        bases = [row for row in catalog.tree.rows() if catalog.tree.part(row, PartKind.BASE)]
-        rows = [row for row in bases if catalog.slot_of(row) is not None]
-        self.durable = {catalog.tree.names.name(row) for row in rows}
+        parts = [part for row in catalog.tree.rows() for part in catalog.tree.part_rows(row)]
+        self.durable = {catalog.ref_of(part) for part in parts if catalog.tree.parts.home[part] != RAM}
         self.settled = True
 
     # --- rules ------------------------------------------------------------------------------------

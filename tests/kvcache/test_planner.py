@@ -174,6 +174,48 @@ def test_an_empty_base_goes_when_nothing_hangs_on_it_any_more() -> None:
     )
 
 
+def test_an_empty_base_on_a_file_tier_is_not_evicted_from_ram() -> None:
+    """Its state is in RAM only, as where the tier had no room for it: the state goes, the base stays there."""
+    model = Model()
+    head = node([1])
+    base, state = add(model, head, size=0), add(model, head, size=50, kind=PartKind.STATE, home=RAM)
+    assert plan(model, 1, RAM).parts == [state]
+    model.tree.parts.hot[base] = 1
+    assert sorted(plan(model, 60, RAM).parts) == sorted([state, base]), "its copy may go"
+    assert plan(model, 1, DISK).parts == [state, base]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.randoms(use_true_random=True), st.integers(1, 25), st.integers(1, 3000))
+def test_what_leaves_ram_was_there(rng: random.Random, n: int, n_bytes: int) -> None:
+    """Of parts with homes all over, a plan for RAM takes what lives there, leaves first, and copies."""
+    model, metas = Model(), []
+    homes: dict[int, int] = {}
+    for i in range(n):
+        above = rng.choice([None, *metas])
+        meta = node([i, rng.randrange(26)], above)
+        metas.append(meta)
+        home = RAM if above is not None and homes[metas.index(above)] == RAM else rng.choice([RAM, DISK])
+        homes[i] = home
+        parts = [add(model, meta, rng.choice([0, 70]), home=home)]
+        if rng.random() < 0.5:
+            parts.append(add(model, meta, 50, kind=PartKind.STATE, home=rng.choice([RAM, home])))
+        for part in parts:
+            model.tree.parts.hot[part] |= rng.random() < 0.5
+    parts, tree = model.tree.parts, model.tree
+    chosen = plan(model, n_bytes, RAM)
+    gone = set(chosen.parts)
+    assert len(gone) == len(chosen.parts)
+    assert all(parts.hot[part] for part in gone)
+    forgotten = {part for part in gone if parts.home[part] == RAM}
+    for row in tree.rows():
+        left = set(tree.part_rows(row)) - forgotten
+        if not left:
+            assert all(forgotten.issuperset(tree.part_rows(child)) for child in tree.children(row))
+        elif tree.part(row, PartKind.BASE):
+            assert tree.part(row, PartKind.BASE) in left, "a node without its base is left"
+
+
 def test_copies_in_ram_go_before_what_lives_there() -> None:
     """A copy of what a file tier holds costs a read, a part that lives in RAM costs its prefill."""
     model = Model()

@@ -9,7 +9,7 @@ import pytest
 import trio
 
 import erllama
-from erllama import ContextOptions, InvalidOption, NoSession, SavePolicy
+from erllama import ContextOptions, EngineReset, InvalidOption, NoSession, SavePolicy, StickyBusy
 from erllama.testing import FakeBackend
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ async def test_those_who_run_together_share_under_one_salt_only() -> None:
 
 
 async def test_a_session_goes_on_under_its_own_salt_only() -> None:
-    """Who has another one is told that there is none; its prompt runs cold under the same name."""
+    """Who has another one is told that there is none; its prompt runs cold, and neither ends the other's."""
     async with salted(KEPT) as model:
         await ask(model, salt=b"a", session_id="s")
         with pytest.raises(NoSession):
@@ -82,8 +82,30 @@ async def test_a_session_goes_on_under_its_own_salt_only() -> None:
             await model.continue_(" more", session_id="s")
         went_on = await model.continue_(" more", session_id="s", salt=b"a", max_tokens=2)
         assert went_on.cache_hit_kind == "continuation"
-        taken = await ask(model, salt=b"b", session_id="s")
-        assert taken.stats.n_cached == 0
+        other = await ask(model, salt=b"b", session_id="s")
+        assert other.stats.n_cached == 0
+        assert (await model.continue_(" more", session_id="s", salt=b"a", max_tokens=2)).stats.n_cached > 0
+        assert (await model.continue_(" more", session_id="s", salt=b"b", max_tokens=2)).stats.n_cached > 0
+
+
+async def test_an_id_that_is_taken_under_one_salt_is_free_under_another() -> None:
+    """Nobody is refused, ended or reset because of who has the same id under another salt."""
+    async with salted(KEPT) as model, model.stream(PROMPT, salt=b"a", session_id="s", max_tokens=500) as events:
+        await anext(events)
+        with pytest.raises(StickyBusy):
+            await ask(model, salt=b"a", session_id="s")
+        for salt in (b"b", b""):
+            await ask(model, salt=salt, session_id="s")
+        await model.end_session("s")
+        with pytest.raises(NoSession):
+            await model.continue_(" more", session_id="s")
+        assert await model.reset_session("s", salt=b"b") == "recovered"
+        assert await model.reset_session("s", salt=b"b") == "not_found"
+        await anext(events)
+        assert await model.reset_session("s", salt=b"a") == "recovered"
+        with pytest.raises(EngineReset):
+            while True:
+                await anext(events)
 
 
 async def test_plain_reads_see_what_has_no_salt() -> None:

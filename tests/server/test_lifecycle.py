@@ -265,7 +265,7 @@ async def test_a_shared_session_stays_with_its_first_turn(monkeypatch):
         await scene.client.post(CHAT, json=chat_body(max_tokens=1))
         model, ended = scene.entry().model, []
 
-        async def end_session(session_id):
+        async def end_session(session_id, *, salt):
             ended.append(session_id)
 
         monkeypatch.setattr(model, "end_session", end_session)

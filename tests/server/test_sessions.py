@@ -31,9 +31,9 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     seen: list[object] = []
     real = erllama.Model.end_session
 
-    async def end_session(model: erllama.Model, session_id: Any) -> None:
+    async def end_session(model: erllama.Model, session_id: Any, **more: Any) -> None:
         seen.append(session_id)
-        await real(model, session_id)
+        await real(model, session_id, **more)
 
     monkeypatch.setattr(erllama.Model, "end_session", end_session)
     return seen

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import trio
+from runtime.chat_scenes import ScriptedChat
 
 from erllama.errors import InvalidConfig
 from erllama.server.generation import Ask
 from erllama.server.settings import CacheTable, make_settings
 from erllama.server.tenants import of_tenant, salt_of
-from server.scenes import chat_body, serving
+from server.scenes import chat_body, serving, until
 
 if TYPE_CHECKING:
     from server.scenes import Scene
@@ -70,11 +73,31 @@ async def test_prompt_cache_key_separates_where_it_is_to() -> None:
 
 
 async def test_users_may_use_the_same_session_id() -> None:
-    """It is a name within a key: neither waits for the other, nor ends its session."""
+    """It is a name within a key: nobody waits for who has it under another one, or ends that session."""
+    slow = partial(ScriptedChat, says="word " * 200, threaded=True, step_delay_s=0.02, n_slots=2)
+    async with serving(slow, auth=KEYS) as scene, trio.open_nursery() as nursery:
+
+        async def ask(key: str, n: int) -> int:
+            body = chat_body(LONG, max_tokens=n, prompt_cache_key="chat-1")
+            headers = {"authorization": f"Bearer {key}"}
+            return (await scene.client.post(CHAT, json=body, headers=headers)).status_code
+
+        await cached(scene, "one")  # the model is loaded
+        nursery.start_soon(ask, "one", 180)
+        await until(lambda: scene.entry().n_running == 1)
+        assert await ask("one", 1) == 503
+        assert await ask("two", 1) == 200
+        actor = scene.entry().model.handle.actor
+        assert actor.holds("chat-1", salt_of("two"))
+        assert not actor.holds("chat-1")
+        nursery.cancel_scope.cancel()
+
+
+def test_a_salt_is_of_its_key_and_what_it_counts_below() -> None:
+    """Without a salt nothing changes."""
     ask = Ask(model="m", session_id="chat-1", cache_key="x")
     table = CacheTable()
     one, two = (of_tenant(ask, salt_of(key), table) for key in KEYS["openai"])
-    assert one.session_id != two.session_id
     assert one.salt != two.salt
     assert of_tenant(ask, b"", table) is ask
     assert salt_of("a", under=b"1") != salt_of("a", under=b"2") != salt_of("a")
