@@ -328,6 +328,21 @@ async def test_paths_and_methods_that_are_not_there():
         assert (await scene.client.get(CHAT)).status_code == 405
 
 
+async def test_head_is_get_without_its_body(caplog):
+    """The same status and headers on every path that GET has; other paths are refused as ever."""
+    caplog.set_level("INFO", "erllama.access")
+    async with serving(auth={"ollama": ["key"]}) as scene:
+        for path in ("/", "/health", "/api/version", "/v1/models", "/v1/models/nobody", "/api/tags", CHAT):
+            got, head = await scene.client.get(path), await scene.client.head(path)
+            assert (head.status_code, head.content) == (got.status_code, b"")
+            assert head.headers["content-length"] == got.headers["content-length"] != "0"
+        assert (await scene.client.head("/")).status_code == 200
+        assert (await scene.client.head("/api/tags")).status_code == 401
+        await until(lambda: len(_access_lines(caplog)) == 16)
+        assert sum(" HEAD " in line for line in _access_lines(caplog)) == 9
+        assert 'path="/api/version"' in (await scene.client.get("/metrics")).text
+
+
 def _access_lines(caplog):
     return [r.getMessage() for r in caplog.records if r.name == "erllama.access"]
 
