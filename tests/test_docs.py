@@ -2,13 +2,15 @@
 
 A block marked `python` is a program and runs in a process of its own. One marked `python fragment`
 stands inside an engine: it runs with `engine`, `model`, `path`, `trio` and `erllama` defined.
-Command lines in `sh` blocks must be ones that `erllama` accepts.
+Command lines in `sh` blocks must be ones that `erllama` accepts. What is marked `python client` or
+`sh client` asks a server: it runs as it is written but for the address.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import json
 import os
 import re
 import shlex
@@ -21,6 +23,7 @@ from typing import NamedTuple
 import pytest
 import reference
 import trio
+from server.conftest import start_server, stop_server
 
 import erllama
 from erllama.cli import parser
@@ -61,6 +64,8 @@ def _blocks(page: Path) -> list[Block]:
 BLOCKS = [block for page in PAGES for block in _blocks(page)]
 PROGRAMS = [block for block in BLOCKS if block.kind == "python"]
 FRAGMENTS = [block for block in BLOCKS if block.kind == "python fragment"]
+CLIENTS = [block for block in BLOCKS if block.kind in ("python client", "sh client")]
+ADDRESS = re.compile(r"(?:localhost|127\.0\.0\.1):8080")
 COMMANDS = [
     (block, line)
     for block in BLOCKS
@@ -144,12 +149,37 @@ async def test_fragments_run(block, smollm2_path):
         await namespace["fragment"](engine, model, smollm2_path)
 
 
+@pytest.fixture(scope="module")
+def server(smollm2_path, tiny_gguf):
+    """Host and port of a server with the models that the pages name."""
+    models = ("-m", f"smollm2={smollm2_path}", "-m", f"bge={tiny_gguf('bert')}")
+    process, url = start_server("--no-cache", *models)
+    yield url.removeprefix("http://")
+    stop_server(process)
+
+
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.parametrize("block", CLIENTS, ids=str)
+def test_clients_are_answered(block, server, tmp_path):
+    """A client in the documentation ends well and prints what it was answered, which is no error."""
+    text = ADDRESS.sub(server, block.text)
+    assert text != block.text
+    command = [sys.executable, "-c", text] if block.kind == "python client" else ["bash", "-ec", text]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    if block.kind == "sh client":
+        assert "choices" in json.loads(done.stdout)
+
+
 def test_there_is_something_to_run():
     """The block finder finds: a change of its rules must not empty the tests above."""
     assert len(PROGRAMS) >= 5
     assert len(FRAGMENTS) >= 4
     assert len(COMMANDS) >= 4
-    known = {"", "python", "python fragment", "sh", "mermaid"}
+    assert len(CLIENTS) >= 6
+    known = {"", "python", "python fragment", "python client", "sh", "sh client", "mermaid"}
     known |= {"text", "toml", "ini", "dockerfile", "nginx", "yaml"}
     assert {block.kind for block in BLOCKS} <= known
 

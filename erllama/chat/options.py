@@ -45,7 +45,9 @@ class ChatOptions:
 
     `reasoning`: "auto" lets the model think where its template has it think, and keeps that apart from the
     content; "off" asks it not to; "inline" leaves it in the content. `template_kwargs` are further
-    variables of the template. `add_generation_prompt=False` renders the messages alone.
+    variables of the template. `lazy_tool_grammar`: where the model may call tools, a grammar takes over when
+    a call begins; without it calls are read as they were written, unless a tool is `strict`.
+    `add_generation_prompt=False` renders the messages alone.
     """
 
     tools: Sequence[Mapping[str, Any]] | None = option(default=None, check=checked_later("a list of tools"))
@@ -58,6 +60,7 @@ class ChatOptions:
     )
     reasoning: Reasoning = option(default="auto", check=choice(*get_args(Reasoning)))
     template_kwargs: Mapping[str, Any] | None = option(default=None, check=template_kwargs)
+    lazy_tool_grammar: bool = option(default=True, check=boolean)
     add_generation_prompt: bool = option(default=True, check=boolean)
 
 

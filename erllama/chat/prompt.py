@@ -109,7 +109,7 @@ class Renderer:
         return ChatParams(
             prompt=prompt,
             prompt_ids=prompt_ids,
-            applied=dataclasses.replace(applied, grammar=sealed(applied.grammar)),
+            applied=_held(applied, lazily=options.lazy_tool_grammar or tools.strict),
             tool_names=tools.names,
             n_head=self._n_head(marked, mark, prompt_ids, applied),
             prefilled=inputs["continue_final_message"] != "none",
@@ -271,6 +271,13 @@ class Renderer:
 def _escaped(text: str) -> str:
     """As an ECMAScript pattern."""
     return re.sub(r"([.^$|()*+?\[\]{}\\])", r"\\\1", text)
+
+
+def _held(applied: llama.Applied, *, lazily: bool) -> llama.Applied:
+    """With the grammar that the answer is held to: a lazy one only if that is wanted."""
+    if applied.grammar_lazy and not lazily:
+        return dataclasses.replace(applied, grammar="", grammar_lazy=False, triggers=())
+    return dataclasses.replace(applied, grammar=sealed(applied.grammar))
 
 
 def _begins_thinking(applied: llama.Applied) -> bool:

@@ -31,12 +31,13 @@ class Tools:
     """What may be called, in the shape OpenAI gave tools.
 
     `shown` is what the model reads, `enforced` what the grammar knows: schemas that it holds, and of a tool
-    that is `named` none but that.
+    that is `named` none but that. `strict`: whether one of these is held to its schema in any case.
     """
 
     shown: tuple[dict[str, Any], ...] = ()
     enforced: tuple[dict[str, Any], ...] = ()
     choice: Choice = "auto"
+    strict: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -52,12 +53,10 @@ def check_tools(tools: object, tool_choice: object) -> Tools:
         raise InvalidContent("tools are a list of tools")
     shown = tuple(_tool(i, tool) for i, tool in enumerate(tools))
     choice, named = _choice(tool_choice, _distinct_names(shown))
-    enforced = tuple(
-        _enforced(i, tool, strict=tools[i]["function"].get("strict") is True)
-        for i, tool in enumerate(shown)
-        if named in (None, tool["function"]["name"])
-    )
-    return Tools(shown, enforced, choice)
+    callable_ = [i for i, tool in enumerate(shown) if named in (None, tool["function"]["name"])]
+    strict = {i for i in callable_ if tools[i]["function"].get("strict") is True}
+    enforced = tuple(_enforced(i, shown[i], strict=i in strict) for i in callable_)
+    return Tools(shown, enforced, choice, bool(strict))
 
 
 def _distinct_names(tools: Sequence[dict[str, Any]]) -> set[str]:

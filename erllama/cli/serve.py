@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -12,6 +13,7 @@ import trio
 import erllama
 from erllama.errors import InvalidConfig, MissingConfig
 
+from .aliases import reread_aliases
 from .kept import POLICY, SAVE_S, TIER, kept_tiers
 from .progress import show_warnings
 
@@ -32,7 +34,7 @@ def run(arguments: argparse.Namespace) -> None:
     _log_to_stderr(quiet=arguments.quiet)
     with show_warnings():
         try:
-            trio.run(_serve, settings, config, TIER if tiers else "ram")
+            trio.run(_serve, arguments, settings, config, TIER if tiers else "ram")
         except* OSError as group:
             raise _cannot_listen(settings, group) from None
 
@@ -88,12 +90,18 @@ def _check_files(settings: Settings) -> None:
                 )
 
 
-async def _serve(settings: Settings, config: erllama.EngineConfig, tier: str) -> None:
+async def _serve(
+    arguments: argparse.Namespace, settings: Settings, config: erllama.EngineConfig, tier: str
+) -> None:
+    from erllama.server.registry import ConfiguredModels
     from erllama.server.serving import serve
 
+    models = ConfiguredModels(settings)
     async with trio.open_nursery() as nursery:
         asked_to_end = trio.Event()
         await nursery.start(_wait_for_signal, asked_to_end)
+        if arguments.config is not None:
+            await nursery.start(reread_aliases, models, settings, partial(settings_of, arguments))
 
         async def run(*, task_status: trio.TaskStatus[list[str]]) -> None:
             await serve(
@@ -101,6 +109,7 @@ async def _serve(settings: Settings, config: erllama.EngineConfig, tier: str) ->
                 config,
                 tier=tier,
                 policy=POLICY,
+                resolver=models,
                 stop=asked_to_end.wait,
                 task_status=task_status,
             )

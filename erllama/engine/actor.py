@@ -358,7 +358,9 @@ class Actor:
         return True
 
     def _sweep(self) -> None:
-        for seq in [s for s in self._lanes.running.values() if s.cancelled and s is not self._arrivals.tried_for]:
+        for seq in [
+            s for s in self._lanes.running.values() if s.cancelled and s is not self._arrivals.tried_for
+        ]:
             self._finish(seq, "cancelled")
 
     def _plan(self, going: Going) -> list[Share]:

@@ -41,6 +41,7 @@ class ChatCalls(RequestCalls):
         response_format: Mapping[str, Any] | None = None,
         reasoning: Reasoning = "auto",
         template_kwargs: Mapping[str, Any] | None = None,
+        lazy_tool_grammar: bool = True,
         **generation: Unpack[Generation],
     ) -> Completion:
         """Answer a conversation: a `Completion` whose `message` has content, reasoning and tool calls.
@@ -48,6 +49,7 @@ class ChatCalls(RequestCalls):
         `messages` are mappings with role and content, or earlier answers' `message`; a last one of the
         assistant is gone on with. `tools` are described in OpenAI's shape; `tool_choice` is "auto", "none",
         "required" or names one. `response_format` or `json_schema` hold the content to a schema.
+        With `lazy_tool_grammar=False` calls that the model may make are read as it writes them.
         `thinking=False` is `reasoning="off"`, `thinking=True` is "auto". There is no limit of tokens but the
         context unless `max_tokens` says so.
         Raises: `InvalidContent` naming the message, `InvalidGrammar`, `InvalidOption`, `NotSupported` (no
@@ -61,6 +63,7 @@ class ChatCalls(RequestCalls):
             "response_format": response_format,
             "reasoning": reasoning,
             "template_kwargs": template_kwargs,
+            "lazy_tool_grammar": lazy_tool_grammar,
             **generation,
         }
         done: Completion = await self._calls.run("chat", arguments, self._answered)
@@ -76,6 +79,7 @@ class ChatCalls(RequestCalls):
         response_format: Mapping[str, Any] | None = None,
         reasoning: Reasoning = "auto",
         template_kwargs: Mapping[str, Any] | None = None,
+        lazy_tool_grammar: bool = True,
         **generation: Unpack[Generation],
     ) -> AbstractAsyncContextManager[EventStream]:
         """`chat` as events: `Token` of the content, `Thinking`, `ThinkingEnd`, `ToolCallDelta`, then `Done`.
@@ -90,6 +94,7 @@ class ChatCalls(RequestCalls):
             "response_format": response_format,
             "reasoning": reasoning,
             "template_kwargs": template_kwargs,
+            "lazy_tool_grammar": lazy_tool_grammar,
             **generation,
         }
         return self._block("chat_stream", arguments, self._asked)

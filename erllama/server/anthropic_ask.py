@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from erllama.errors import InvalidContent
 
 from .anthropic_body import ThinkingOption
-from .body import check_count, given, ignored_note, refuse
+from .body import check_count, check_keys, given, ignored_note, refuse
 from .generation import Ask
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ def messages_ask(body: MessagesBody, limits: LimitsTable, session_id: str | None
     if body.container is not None:
         raise refuse("container", "there are none")
     thinking = _thinking(body)
-    user = (body.metadata or {}).get("user_id")
     return Ask(
         model=body.model,
         messages=conversation(body, limits),
@@ -49,7 +48,7 @@ def messages_ask(body: MessagesBody, limits: LimitsTable, session_id: str | None
                 "thinking_budget_tokens": thinking.budget_tokens,
             }
         ),
-        session_id=session_id or (user if isinstance(user, str) and user else None),
+        session_id=session_id or (body.metadata.user_id if body.metadata else None) or None,
         notes=ignored_note(_ignored(body)),
     )
 
@@ -131,6 +130,7 @@ def _format(body: CountBody) -> dict[str, Any] | None:
         return None
     if found.get("type") != "json_schema":
         raise refuse("output_config.format", "a JSON schema: {type: json_schema, schema: …}")
+    check_keys("output_config.format", found, {"type", "schema"})
     return {"type": "json_schema", "json_schema": {"schema": found.get("schema")}}
 
 

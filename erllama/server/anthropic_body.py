@@ -33,6 +33,12 @@ class OutputConfig(Strict):
     task_budget: dict[str, Any] | None = None
 
 
+class Metadata(Strict):
+    """`metadata`."""
+
+    user_id: str | None = None
+
+
 class CountBody(Strict):
     """POST /v1/messages/count_tokens; what it shares with /v1/messages."""
 
@@ -61,7 +67,7 @@ class MessagesBody(CountBody):
     top_k: int | None = Field(default=None, ge=0)
     stop_sequences: list[str] | None = None
     stream: bool = False
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
     service_tier: str | None = None
     container: Any = None
     inference_geo: str | None = None

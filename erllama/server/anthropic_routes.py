@@ -36,9 +36,11 @@ def anthropic_routes(service: Service) -> APIRouter:
         said = conversation(body, limits)
         if service.settings.stable_prompts:
             said, _ = stable_messages(said)
+        chat = chat_options(body)
+        await service.generator.check(service.spec(body.model), said, chat)
         async with service.reading(body.model) as lease:
             said = await service.generator.spoken(lease.model, said)
-            ids = await lease.model.render_chat_template(said, **chat_options(body))
+            ids = await lease.model.render_chat_template(said, **chat)
         return JSONResponse({"input_tokens": len(ids)})
 
     return router

@@ -16,7 +16,7 @@ from .body import validation_error
 from .document import openapi_of
 from .failures import as_error
 from .health_routes import health_routes
-from .middleware import Cors, Gate, Recorder, refusal
+from .middleware import Cors, Gate, Head, Recorder, refusal
 from .ollama_routes import ollama_routes
 from .openai_routes import openai_routes
 
@@ -48,7 +48,7 @@ def make_routes(service: Service) -> FastAPI:
 
 
 def with_middleware(app: ASGIApp, service: Service) -> ASGIApp:
-    """Record, CORS, gate, in this order."""
+    """Record, HEAD, CORS, gate, in this order."""
     settings = service.settings
     gate = Gate(
         app,
@@ -56,7 +56,7 @@ def with_middleware(app: ASGIApp, service: Service) -> ASGIApp:
         is_draining=lambda: service.is_draining,
     )
     cors = Cors(gate, table=settings.cors)
-    return Recorder(cors, id_header=settings.request_id_header, metrics=service.metrics)
+    return Recorder(Head(cors), id_header=settings.request_id_header, metrics=service.metrics)
 
 
 def _refused(request: Request, failure: Exception) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
@@ -9,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from erllama.errors import ErllamaError, InvalidContent, InvalidOption, UnknownOption
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Container, Sequence
 
     from fastapi.exceptions import RequestValidationError
 
@@ -53,6 +54,13 @@ def validation_error(failure: RequestValidationError) -> ErllamaError:
     if first["type"] == "missing":
         return InvalidOption(f"missing parameter: {key!r}", reason="missing_option", detail={"key": key})
     return InvalidOption(f"{key}: {first['msg']}", detail={"key": key})
+
+
+def check_keys(place: str, given: object, known: Container[str]) -> None:
+    """Raise `UnknownOption` for a key of an inner object that means nothing there."""
+    for key in given if isinstance(given, Mapping) else ():
+        if key not in known:
+            raise UnknownOption(f"unknown parameter: '{place}.{key}'", detail={"key": f"{place}.{key}"})
 
 
 def check_count(name: str, items: Sequence[object] | None, n_max: int) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from .metrics import Metrics, Op
     from .pool import Lease, Loading, Pool
+    from .registry import Spec
     from .settings import LimitsTable, Settings
 
 log = logging.getLogger("erllama.server")
@@ -227,10 +228,7 @@ class Generator:
         Cancellation: as leaving the block.
         """
         spec = self.pool.resolver.resolve(ask.model)
-        if not self.pool.is_ready(spec):  # else rendering says the same at once
-            await trio.to_thread.run_sync(
-                self._checks.check, ask.messages, ask.chat, ask.generation, abandon_on_cancel=True
-            )
+        await self.check(spec, ask.messages, ask.chat, ask.generation)
         async with (
             self.pool.lease(spec, keep_alive_s=ask.keep_alive_s, on_loading=on_loading) as lease,
             self._opened(lease, ask) as answer,
@@ -244,14 +242,36 @@ class Generator:
                     with trio.move_on_after(END_SESSION_S, shield=True):
                         await lease.model.end_session(answer.session_id, salt=ask.salt)
 
+    async def check(
+        self,
+        spec: Spec,
+        messages: list[dict[str, Any]] | None,
+        chat: Mapping[str, Any],
+        generation: Mapping[str, Any] = {},
+    ) -> None:
+        """Look at a request before it waits for its model; where that is there, rendering says the same.
+
+        Raises: as `Model.chat`, as far as no model is needed. Cancellation: leaves a thread to itself.
+        """
+        if self.pool.is_ready(spec):
+            await trio.lowlevel.checkpoint()
+            return
+        await trio.to_thread.run_sync(self._checks.check, messages, chat, generation, abandon_on_cancel=True)
+
     @asynccontextmanager
     async def _opened(self, lease: Lease, asked: Ask) -> AsyncIterator[Answer]:
         limits = self.settings.limits
         async with AsyncExitStack() as stack:
             if asked.messages is not None:
-                asked = dataclasses.replace(asked, messages=await self.spoken(lease.model, asked.messages))
+                asked = dataclasses.replace(
+                    asked,
+                    messages=await self.spoken(lease.model, asked.messages),
+                    chat={**asked.chat, "lazy_tool_grammar": lease.entry.spec.table.lazy_tool_grammar},
+                )
             started, ask, n_cut = trio.current_time(), asked, 0
-            held = asked.session_id is not None and lease.model.handle.actor.holds(asked.session_id, asked.salt)
+            held = asked.session_id is not None and lease.model.handle.actor.holds(
+                asked.session_id, asked.salt
+            )
             watch = (self._metrics.watch_chat,)
             while True:
                 try:

@@ -119,6 +119,25 @@ class Recorder:
         )
 
 
+class Head:
+    """HEAD where GET is served: the same headers, and no body (RFC 9110 s9.3.2)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_without_body(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        scope["method"] = "GET"  # the record has the real one
+        await self._app(scope, receive, send_without_body)
+
+
 class Cors:
     """Lets pages of the listed origins in; without a list it does nothing."""
 

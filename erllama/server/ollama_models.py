@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from datetime import UTC, datetime, timedelta
@@ -75,15 +76,13 @@ SAMPLING = {
 
 def listed(spec: Spec) -> dict[str, Any]:
     """An entry of /api/tags. Blocks."""
-    size, modified = 0, 0.0
-    if spec.file is not None and spec.file.is_file():
-        stat = spec.file.stat()
-        size, modified = stat.st_size, stat.st_mtime
+    stat = _stat(spec)
     return {
         "name": spec.name,
         "model": spec.name,
-        "size": size,
-        "modified_at": datetime.fromtimestamp(modified, UTC).isoformat(),
+        "size": 0 if stat is None else stat.st_size,
+        "digest": digest(spec),
+        "modified_at": datetime.fromtimestamp(0 if stat is None else stat.st_mtime, UTC).isoformat(),
         "details": details(metadata_of(spec)),
     }
 
@@ -91,6 +90,7 @@ def listed(spec: Spec) -> dict[str, Any]:
 async def running(entry: Entry) -> dict[str, Any] | None:
     """An entry of /api/ps; None if it was freed meanwhile."""
     metadata = await trio.to_thread.run_sync(metadata_of, entry.spec)
+    hashed = await trio.to_thread.run_sync(digest, entry.spec)
     if entry.model is None:
         return None
     info, wall = entry.model.info(), datetime.now(UTC)
@@ -98,6 +98,7 @@ async def running(entry: Entry) -> dict[str, Any] | None:
     return {
         "name": entry.spec.name,
         "model": entry.spec.name,
+        "digest": hashed,
         "size": info.vram_estimate_bytes,
         "size_vram": info.vram_estimate_bytes if entry.spec.table.model_options().n_gpu_layers else 0,
         "expires_at": (wall + (NEVER if math.isinf(left) else timedelta(seconds=left))).isoformat(),
@@ -120,9 +121,27 @@ def shown(spec: Spec) -> dict[str, Any]:
     }
     if license_text := metadata.get("general.license"):
         made["license"] = license_text
-    if spec.file is not None and spec.file.is_file():
-        made["modified_at"] = datetime.fromtimestamp(spec.file.stat().st_mtime, UTC).isoformat()
+    if (stat := _stat(spec)) is not None:
+        made["modified_at"] = datetime.fromtimestamp(stat.st_mtime, UTC).isoformat()
     return made
+
+
+def digest(spec: Spec) -> str:
+    """64 hexadecimal digits that tell a model's file from another, by its name, size and times. Blocks.
+
+    Not of what is in it: that would take minutes, and clients only show and compare it.
+    """
+    stat = _stat(spec)
+    times = None if stat is None else (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    return hashlib.sha256(repr((spec.name, times)).encode()).hexdigest()
+
+
+def _stat(spec: Spec) -> os.stat_result | None:
+    """None where the file is not there yet."""
+    try:
+        return None if spec.file is None else spec.file.stat()
+    except OSError:  # loading it will say what is wrong
+        return None
 
 
 def details(metadata: Mapping[str, Any]) -> dict[str, Any]:

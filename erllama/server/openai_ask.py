@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .body import check_count, given, ignored_note, refuse
+from .body import check_count, check_keys, given, ignored_note, refuse
 from .generation import Ask
 from .openai_body import MAX_TOKENS
 
 if TYPE_CHECKING:
-    from .openai_body import ChatBody, ResponsesStreamOptions, Sampled, StreamOptions, TextBody
+    from .openai_body import ChatBody, ResponsesStreamOptions, Sampled, StreamOptions, TextBody, TokenizeBody
     from .settings import LimitsTable
 
 # Accepted because clients send them to every server; they change nothing here, and the reply says so.
@@ -20,10 +20,16 @@ NO_EFFECT = (
 NO_REASONING = ("none", "minimal")
 
 
+# Keys of a response format by its type; the schema of a json_object is erllama's own.
+FORMAT_KEYS = {"text": {"type"}, "json_object": {"type", "schema"}, "json_schema": {"type", "json_schema"}}
+SCHEMA_KEYS = {"name", "description", "schema", "strict"}
+
+
 def chat_ask(body: ChatBody, limits: LimitsTable, session_id: str | None) -> Ask:
     """Raises: `InvalidOption` for what cannot be honoured."""
     check_count("messages", body.messages, limits.max_messages)
     check_count("tools", body.tools, limits.max_tools)
+    check_format("response_format", body.response_format)
     if body.modalities not in (None, ["text"]):
         raise refuse("modalities", "only text")
     if body.top_logprobs is not None and not body.logprobs:
@@ -74,6 +80,27 @@ def text_ask(body: TextBody, session_id: str | None) -> Ask:
         cache_key=body.prompt_cache_key,
         notes=ignored(body),
     )
+
+
+def check_format(place: str, response_format: dict[str, Any] | None) -> None:
+    """Raise `UnknownOption` for a key that a format of its type has not; its values are seen later."""
+    if response_format is None:
+        return
+    kind = response_format.get("type")
+    if isinstance(kind, str) and kind in FORMAT_KEYS:
+        check_keys(place, response_format, FORMAT_KEYS[kind])
+    check_keys(f"{place}.json_schema", response_format.get("json_schema"), SCHEMA_KEYS)
+
+
+def check_tokenize(body: TokenizeBody, limits: LimitsTable) -> None:
+    """Raises: `InvalidOption` for what would have no effect."""
+    if (body.content is None) == (body.messages is None):
+        raise refuse("content", "give content or messages")
+    check_count("messages", body.messages, limits.max_messages)
+    check_count("tools", body.tools, limits.max_tools)
+    useless = {"tools"} if body.messages is None else {"add_special", "parse_special"}
+    for name in sorted(useless & body.model_fields_set):
+        raise refuse(name, f"it has no effect on {'content' if body.messages is None else 'messages'}")
 
 
 def chat_options(

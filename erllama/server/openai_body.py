@@ -11,6 +11,10 @@ from .body import Strict
 Number = Annotated[float, Field(ge=0)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
+# platform.openai.com, "metadata": sixteen pairs of texts.
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
 MAX_TOKENS = 1024  # generated where the client does not say
 
 
@@ -58,7 +62,7 @@ class Sampled(Strict):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -136,7 +140,7 @@ class ResponsesBody(Strict):
     store: bool | None = None
     background: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     include: list[str] | None = None
     max_tool_calls: int | None = None
     prompt_cache_options: dict[str, Any] | None = None
@@ -162,4 +166,4 @@ class DetokenizeBody(Strict):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from erllama import Thinking, Token, ToolCallDelta
 from erllama.errors import Overloaded
 
-from .body import check_count, given, ignored_note, refuse
+from .body import check_count, check_keys, given, ignored_note, refuse
 from .generation import Ask
-from .openai_ask import chat_options, obfuscation
+from .openai_ask import SCHEMA_KEYS, chat_options, check_format, obfuscation
 from .openai_body import MAX_TOKENS
 from .openai_chat import new_id
 from .openai_input import Threads as Threads
@@ -39,6 +39,7 @@ def responses_ask(
         raise refuse("background", "responses are computed while their client waits")
     check_count("input", body.input if isinstance(body.input, list) else None, limits.max_messages)
     check_count("tools", body.tools, limits.max_tools)
+    check_format("response_format", body.response_format)
     said = [*threads.get(body.previous_response_id, salt), *messages_of(body.input)]
     check_count("input", said, limits.max_messages)
     head = [{"role": "system", "content": body.instructions}] if body.instructions else []
@@ -91,10 +92,12 @@ def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
 
 
 def _format(text: ResponsesText | None) -> dict[str, Any] | None:
-    """`text.format`, whose schema is not nested."""
+    """`text.format`, whose schema is not nested. Raises: `UnknownOption`."""
     found = None if text is None else text.format
     if found is not None and found.get("type") == "json_schema" and "json_schema" not in found:
+        check_keys("text.format", found, {"type", *SCHEMA_KEYS})
         return {"type": "json_schema", "json_schema": {"schema": found.get("schema")}}
+    check_format("text.format", found)
     return found
 
 

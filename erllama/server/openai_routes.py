@@ -7,10 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from erllama.errors import InvalidOption
-
-from .body import check_count
-from .openai_ask import chat_ask, text_ask
+from .openai_ask import chat_ask, check_tokenize, text_ask
 from .openai_body import ChatBody, DetokenizeBody, EmbeddingsBody, ResponsesBody, TextBody, TokenizeBody
 from .openai_chat import ChatReply, TextReply
 from .openai_embeddings import openai_embeddings
@@ -83,10 +80,10 @@ def openai_routes(service: Service) -> APIRouter:
     @router.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> JSONResponse:
         """Token ids of a text or a conversation."""
-        if (body.content is None) == (body.messages is None):
-            raise InvalidOption("give content or messages", detail={"key": "content"})
-        check_count("messages", body.messages, limits.max_messages)
-        check_count("tools", body.tools, limits.max_tools)
+        check_tokenize(body, limits)
+        if body.messages is not None:
+            spec = service.spec(body.model)
+            await service.generator.check(spec, body.messages, {"tools": body.tools})
         async with service.reading(body.model) as lease:
             if body.messages is not None:
                 said, _ = stable_messages(body.messages) if stable else (body.messages, ())

@@ -88,8 +88,11 @@ class ConfiguredModels:
             spec = self._specs.get(self._aliases.get(asked, asked))
             if spec is not None:
                 return spec
-        known = ", ".join([*self._specs, *self._aliases])
-        raise ModelNotFound(f"there is no model {name[:256]!r}; there are: {known}", detail={"model": name})
+        known = [*self._specs, *self._aliases]
+        raise ModelNotFound(
+            f"there is no model {name[:256]!r}; ask for one of: {', '.join(known)}",
+            detail={"model": name, "known": known},
+        )
 
     def specs(self) -> list[Spec]:
         """All models, by name."""

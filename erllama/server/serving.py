@@ -14,7 +14,7 @@ from .app import make_app
 from .listener import ListenerConfig, listen
 from .metrics import Metrics
 from .pool import Load, Pool, loader
-from .registry import ConfiguredModels
+from .registry import ConfiguredModels, Resolver
 from .service import Service
 
 if TYPE_CHECKING:
@@ -31,11 +31,13 @@ async def serve(
     *,
     tier: str = "ram",
     policy: erllama.SavePolicy | None = None,
+    resolver: Resolver | None = None,
     stop: Callable[[], Awaitable[None]] = trio.sleep_forever,
     task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve until `stop` returns; then requests in flight have `limits.drain_s` to end.
 
+    `resolver`: whose models; None: those of the settings.
     `task_status` gets the addresses once the socket listens.
     Cancellation: answers in flight end at once, what is to be saved is saved.
     """
@@ -44,7 +46,7 @@ async def serve(
         if settings.cache.ttl_s is not None:
             policy = dataclasses.replace(policy, ttl_s=settings.cache.ttl_s)
         load = loader(engine, tier=tier, policy=policy)
-        await serve_pool(settings, load, stop=stop, task_status=task_status)
+        await serve_pool(settings, load, resolver=resolver, stop=stop, task_status=task_status)
 
 
 def with_signing_key(config: erllama.EngineConfig, settings: Settings) -> erllama.EngineConfig:
@@ -57,12 +59,13 @@ async def serve_pool(
     settings: Settings,
     load: Load,
     *,
+    resolver: Resolver | None = None,
     stop: Callable[[], Awaitable[None]],
     task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """`serve`, with models that `load` makes."""
     metrics = Metrics()
-    pool = Pool(settings, ConfiguredModels(settings), load)
+    pool = Pool(settings, resolver or ConfiguredModels(settings), load)
     metrics.watch(pool)
     service = Service(settings, pool, metrics)
     async with trio.open_nursery() as nursery:

@@ -30,7 +30,8 @@ class ModelTable(_Table):
 
     `context` and `load` are fields of `ContextOptions` and `ModelOptions`; `exact`, `deterministic` as
     `load_model` takes them. `embeddings`: whether it is opened to embed; None: if its file says so.
-    `embedding_dimensions`: lengths that its vectors were trained to be cut to.
+    `embedding_dimensions`: lengths that its vectors were trained to be cut to. `lazy_tool_grammar`:
+    as `chat` takes it.
     """
 
     path: str | None = None
@@ -39,6 +40,7 @@ class ModelTable(_Table):
     chat_template_file: str | None = None
     exact: Literal["session", "cold"] = "session"
     deterministic: bool = False
+    lazy_tool_grammar: bool = True
     embeddings: bool | None = None
     embedding_dimensions: tuple[Annotated[int, Field(ge=1)], ...] = ()
     keep_alive_s: float | None = None

@@ -223,10 +223,9 @@ class LongTrial(FakeBackend):
     def probe_cold(self) -> str | None:
         """Wait for the flag, once."""
         self.trials.append("begun")
-        if len(self.trials) == 1:
-            if self._abort.wait(3600):
-                self.trials.append("aborted")
-                raise LoadCancelled("given up")
+        if len(self.trials) == 1 and self._abort.wait(3600):
+            self.trials.append("aborted")
+            raise LoadCancelled("given up")
         return None
 
 
@@ -239,7 +238,7 @@ async def test_a_trial_ends_with_the_request_it_is_for(way: str, others: list[di
         async with model.stream(LONG, **COLD) as events:
             for options in others:
                 nursery.start_soon(lambda o=options: model.complete("other", **{"max_tokens": 4, **o}))
-            while not backend.trials:
+            while not backend.trials:  # noqa: ASYNC110 - another thread writes it
                 await trio.sleep(0.001)
             if way == "cancels":
                 events.cancel()
@@ -256,7 +255,7 @@ async def test_a_trial_goes_on_when_somebody_else_leaves() -> None:
     async with loaded(backend) as model:
         async with model.stream(LONG, **COLD):
             async with model.stream("other", **COLD):
-                while not backend.trials:
+                while not backend.trials:  # noqa: ASYNC110 - another thread writes it
                     await trio.sleep(0.001)
             await trio.sleep(0.05)
             assert backend.trials == ["begun"]

@@ -171,6 +171,25 @@ async def test_tool_choice_reaches_grammar_and_parser(choice):
     assert params.prompt == made["auto"].prompt  # so that the cache stays warm
 
 
+@pytest.mark.parametrize(("strict", "lazily"), [(False, True), (False, False), (True, False)])
+async def test_the_grammar_of_calls_that_may_be_made_can_be_left_out(strict, lazily):
+    """H10: then no grammar reaches the sampler, and calls are read all the same; strict tools keep it."""
+    tools = [{**tool, "function": {**tool["function"], "strict": strict}} for tool in TOOLS]
+    said = '<tool_call>\n{"name": "get_weather", "arguments": {"town": 1}}\n</tool_call>'
+    backend = ScriptedChat(says=said)
+    async with loaded(backend) as model:
+        options = {"tools": tools, "lazy_tool_grammar": lazily}
+        made = await model.chat_apply([USER], **options)
+        must = await model.chat_apply([USER], tool_choice="required", **options)
+        plain = await model.chat_apply([USER], tools=tools)
+        answer = await model.chat([USER], **options)
+    assert (made.grammar is not None) == made.applied.grammar_lazy == (strict or lazily)
+    assert (backend.params[-1].grammar is not None) == backend.params[-1].guide.lazy == (strict or lazily)
+    assert must.grammar
+    assert made.prompt_ids == plain.prompt_ids
+    assert [call.arguments for call in answer.message.tool_calls] == [{"town": 1}]
+
+
 async def test_a_schema_holds_the_content_and_spares_the_thinking():
     """X14: the grammar lets the model think first."""
     backend = ScriptedChat(says='<think>\nFree text.\n</think>\n\n{"a": 1}')

@@ -221,20 +221,57 @@ async def test_a_required_tool_is_called(smollm2_path, choice):
     await with_model(smollm2_path, work, chat_template=template("meta-llama-Llama-3.2-3B-Instruct"))
 
 
+CALLS = """{% if tools %}<|im_start|>system
+Call a tool: <tool_call>
+{"name": ..., "arguments": ...}
+</tool_call> Tools: {{ tools | tojson }}<|im_end|>
+{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>
+{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+ASKED = [
+    {"role": "user", "content": "How is the weather in Rome?"},
+    {
+        "role": "assistant",
+        "tool_calls": [
+            {
+                "id": "1",
+                "type": "function",
+                "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'},
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": "1", "content": "sun"},
+]
+
+
 async def test_a_tool_may_be_called(smollm2_path):
-    """`auto`: free text, and where a call's beginning is generated the rest is held to the schema."""
+    """`auto`: free text, and where a call's beginning is generated the rest is held to the schema.
+
+    H10: without that grammar the model writes the city that it was asked for, which the schema has not.
+    """
+
+    async def cities(model, *, lazily):
+        """The city of each call that was made."""
+        made = []
+        for city in ("Paris", "Berlin", "Madrid"):
+            asked = [*ASKED, {"role": "user", "content": f"How is the weather in {city}?"}]
+            options = {"tools": ASKABLE, "temperature": 0.0, "max_tokens": 60, "exact": "cold"}
+            answer = await model.chat(asked, **options, lazy_tool_grammar=lazily)
+            made += [call.arguments.get("city") for call in answer.message.tool_calls]
+        return set(made)
 
     async def work(model):
-        free = await model.chat([USER], tools=ASKABLE, temperature=0.0, max_tokens=8)
-        bias = dict.fromkeys(model.tokenize("<tool_call>", add_special=False), 15.0)
-        called = await model.chat([USER], tools=ASKABLE, temperature=0.0, max_tokens=80, logit_bias=bias)
-        assert free.reply
-        assert not free.message.tool_calls
-        for made in called.message.tool_calls:
-            jsonschema.validate(made.arguments, CITIES)
-        assert called.generated[: len(bias)] != free.generated[: len(bias)]
+        assert not (await model.chat([USER], tools=ASKABLE, temperature=0.0, max_tokens=8)).message.tool_calls
+        held, free = await cities(model, lazily=True), await cities(model, lazily=False)
+        known = set(CITIES["properties"]["city"]["enum"])
+        assert held
+        assert held <= known
+        assert free & {"Paris", "Berlin", "Madrid"}
 
-    await with_model(smollm2_path, work, chat_template=template("Qwen-Qwen2.5-7B-Instruct"))
+    await with_model(smollm2_path, work, chat_template=CALLS)
 
 
 async def test_tools_need_a_template_that_knows_them(smollm2_path):

@@ -90,7 +90,10 @@ async def test_a_session_goes_on_under_its_own_salt_only() -> None:
 
 async def test_an_id_that_is_taken_under_one_salt_is_free_under_another() -> None:
     """Nobody is refused, ended or reset because of who has the same id under another salt."""
-    async with salted(KEPT) as model, model.stream(PROMPT, salt=b"a", session_id="s", max_tokens=500) as events:
+    async with (
+        salted(KEPT) as model,
+        model.stream(PROMPT, salt=b"a", session_id="s", max_tokens=500) as events,
+    ):
         await anext(events)
         with pytest.raises(StickyBusy):
             await ask(model, salt=b"a", session_id="s")
@@ -104,8 +107,7 @@ async def test_an_id_that_is_taken_under_one_salt_is_free_under_another() -> Non
         await anext(events)
         assert await model.reset_session("s", salt=b"a") == "recovered"
         with pytest.raises(EngineReset):
-            while True:
-                await anext(events)
+            await erllama.collect(events)
 
 
 async def test_plain_reads_see_what_has_no_salt() -> None:

@@ -9,6 +9,7 @@ import pytest
 import trio
 from runtime.chat_scenes import ScriptedChat
 
+from erllama.errors import ModelNotFound
 from server.scenes import chat_body, serving, until
 
 CHAT, MESSAGES, OLLAMA = "/v1/chat/completions", "/v1/messages", "/api/chat"
@@ -118,6 +119,49 @@ async def test_tools_and_numbers_are_looked_at_before_a_load(wrong):
             reply = await scene.client.post(CHAT, json=chat_body(stream=stream, **wrong))
             assert reply.status_code == 400, reply.text
         assert scene.loads == []
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong"),
+    [
+        (path, wrong)
+        for path in ("/tokenize", "/v1/messages/count_tokens")
+        for wrong in (
+            {"messages": [{"role": "wizard", "content": "x"}]},
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            {"tools": [{"type": "function"}]},
+        )
+    ]
+    + [
+        ("/tokenize", {"messages": None, "content": "x", "tools": WEATHER}),
+        ("/tokenize", {"content": "x"}),
+        ("/detokenize", {"messages": None, "tokens": [-1]}),
+        ("/detokenize", {"messages": None, "tokens": [2**31]}),
+        ("/v1/messages/count_tokens", {"tool_choice": {"type": "any"}}),
+    ],
+)
+async def test_who_counts_tokens_loads_nothing_for_what_is_wrong(path, wrong):
+    """As those who generate: 400 that names the place, and no load."""
+    async with serving() as scene:
+        body = {"model": "fake", "messages": HELLO} | wrong
+        reply = await scene.client.post(path, json={k: v for k, v in body.items() if v is not None})
+        assert reply.status_code == 400, reply.text
+        assert message_of(MESSAGES if "messages" in path else CHAT, reply.json())
+        assert scene.loads == []
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_model_that_is_not_there_is_answered_with_those_that_are(path):
+    """Models and aliases: what to ask for stands in the message."""
+    aliases = {"gpt-4o": "other"}
+    async with serving(names=("fake", "other"), aliases=aliases) as scene:
+        reply = await scene.client.post(path, json=BODIES[path] | {"model": "nobody"})
+        assert reply.status_code == 404
+        told = message_of(path, reply.json())
+        assert all(name in told for name in ("'nobody'", "fake", "other", "gpt-4o"))
+        with pytest.raises(ModelNotFound) as caught:
+            scene.pool.resolver.resolve("nobody")
+        assert caught.value.detail["known"] == ["fake", "other", "gpt-4o"]
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -282,6 +326,21 @@ async def test_paths_and_methods_that_are_not_there():
             assert reply.status_code == 404
             assert message_of(shape, reply.json())
         assert (await scene.client.get(CHAT)).status_code == 405
+
+
+async def test_head_is_get_without_its_body(caplog):
+    """The same status and headers on every path that GET has; other paths are refused as ever."""
+    caplog.set_level("INFO", "erllama.access")
+    async with serving(auth={"ollama": ["key"]}) as scene:
+        for path in ("/", "/health", "/api/version", "/v1/models", "/v1/models/nobody", "/api/tags", CHAT):
+            got, head = await scene.client.get(path), await scene.client.head(path)
+            assert (head.status_code, head.content) == (got.status_code, b"")
+            assert head.headers["content-length"] == got.headers["content-length"] != "0"
+        assert (await scene.client.head("/")).status_code == 200
+        assert (await scene.client.head("/api/tags")).status_code == 401
+        await until(lambda: len(_access_lines(caplog)) == 16)
+        assert sum(" HEAD " in line for line in _access_lines(caplog)) == 9
+        assert 'path="/api/version"' in (await scene.client.get("/metrics")).text
 
 
 def _access_lines(caplog):

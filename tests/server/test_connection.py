@@ -17,7 +17,7 @@ from runtime.chat_scenes import ScriptedChat
 from erllama.server.listener import Connection
 from erllama.server.serving import listener_config
 from erllama.server.settings import make_settings
-from server.scenes import chat_body, serving
+from server.scenes import chat_body, serving, until
 
 CHAT = "/v1/chat/completions"
 
@@ -51,6 +51,33 @@ async def test_a_connection_that_was_to_be_closed_is(stream: bool) -> None:
         assert data.startswith(b"HTTP/1.1 200")
         assert data.rstrip().endswith(b"0" if stream else b"}")  # the last, empty chunk
         await scene.wait_idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_ends_its_side_has_left(stream: bool) -> None:
+    """From here it looks the same as a client that is gone: the answer ends at once, its place is free."""
+    slow = partial(ScriptedChat, says="word " * 400, threaded=True, step_delay_s=0.01)
+    async with serving(slow) as scene:
+        client = await connect(scene.url, chat_body(stream=stream, max_tokens=2000))
+        await until(lambda: bool(scene.pool.all_entries()) and scene.entry().n_running == 1)
+        await client.send_eof()
+        with trio.fail_after(2):  # the whole answer takes 20 s
+            data = await read_all(client)
+            await scene.wait_idle()
+        assert b"[DONE]" not in data
+        assert b'"usage"' not in data
+
+
+async def test_what_no_model_answers_is_told_also_to_who_ends_its_side() -> None:
+    """`nc` sends a request and the end of it: facts and refusals are there by then."""
+    async with serving() as scene:
+        for asked, status in ((b"GET /health", 200), (b"GET /api/tags", 200), (b"GET /nowhere", 404)):
+            host, _, port = scene.url.removeprefix("http://").partition(":")
+            client = await trio.open_tcp_stream(host, int(port))
+            await client.send_all(asked + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            await client.send_eof()
+            with trio.fail_after(5):
+                assert (await read_all(client)).startswith(b"HTTP/1.1 %d" % status)
 
 
 async def test_what_a_full_socket_does_not_take_comes_later() -> None:

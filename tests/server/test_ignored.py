@@ -10,11 +10,15 @@ from runtime.chat_scenes import ScriptedChat
 from server.scenes import serving
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+TOKENIZE = "/tokenize"
+NESTED = {"name": "x", "schema": {"type": "object"}, "strict": True, "description": "A thing"}
+SCHEMA_FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
 HELLO = [{"role": "user", "content": "Hi"}]
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"model": "fake", "messages": HELLO},
     RESPONSES: {"model": "fake", "input": "Hi"},
     MESSAGES: {"model": "fake", "messages": HELLO, "max_tokens": 5},
+    TOKENIZE: {"model": "fake", "messages": HELLO},
     "/v1/messages/count_tokens": {"model": "fake", "messages": HELLO},
     "/api/chat": {"model": "fake", "messages": HELLO, "stream": False},
     "/api/generate": {"model": "fake", "prompt": "Hi", "raw": True, "stream": False},
@@ -32,6 +36,13 @@ REFUSED = [
     (RESPONSES, {"text": {"bogus": 1}}),
     (RESPONSES, {"text": {"verbosity": "bogus"}}),
     (RESPONSES, {"text": {"format": {"type": "bogus"}}}),
+    (RESPONSES, {"metadata": {"a": 1}}),
+    (RESPONSES, {"metadata": {"a" * 65: "x"}}),
+    (CHAT, {"metadata": {"a": "x" * 513}}),
+    (CHAT, {"metadata": {str(i): "x" for i in range(17)}}),
+    (MESSAGES, {"metadata": {"user_id": 1}}),
+    (TOKENIZE, {"add_special": False}),
+    (TOKENIZE, {"parse_special": False}),
     (RESPONSES, {"stream_options": {"include_usage": True}}),
     (MESSAGES, {"tool_choice": {"type": "bogus"}}),
     (MESSAGES, {"tool_choice": {"type": "any"}}),
@@ -45,6 +56,20 @@ REFUSED = [
     ("/v1/messages/count_tokens", {"output_config": {"bogus": 1}}),
     ("/api/chat", {"format": "xml"}),
     ("/api/generate", {"format": "xml"}),
+]
+UNKNOWN = [
+    (RESPONSES, {"text": {"format": {"type": "text", "bogus": 1}}}, "text.format.bogus"),
+    (RESPONSES, {"text": {"format": {**SCHEMA_FORMAT, "bogus": 1}}}, "text.format.bogus"),
+    (RESPONSES, {"response_format": {"type": "json_object", "bogus": 1}}, "response_format.bogus"),
+    (CHAT, {"response_format": {"type": "text", "bogus": 1}}, "response_format.bogus"),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": NESTED, "bogus": 1}}, "format.bogus"),
+    (
+        CHAT,
+        {"response_format": {"type": "json_schema", "json_schema": {**NESTED, "bogus": 1}}},
+        "response_format.json_schema.bogus",
+    ),
+    (MESSAGES, {"metadata": {"bogus": "x"}}, "metadata.bogus"),
+    (MESSAGES, {"output_config": {"format": {**SCHEMA_FORMAT, "bogus": 1}}}, "output_config.format.bogus"),
 ]
 NAMED = [
     (
@@ -68,6 +93,12 @@ TAKEN = [
     (CHAT, {"reasoning_effort": "low"}),
     (RESPONSES, {"text": {"format": {"type": "text"}}, "reasoning": {"effort": "low"}}),
     (RESPONSES, {"truncation": "auto", "tool_choice": "auto"}),
+    (RESPONSES, {"metadata": {"any": "key", "may": "stand here"}}),
+    (RESPONSES, {"text": {"format": {**SCHEMA_FORMAT, **NESTED}}}),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": NESTED}}),
+    (CHAT, {"response_format": {"type": "json_object", "schema": {"type": "object"}}}),
+    (MESSAGES, {"metadata": {"user_id": None}}),
+    (TOKENIZE, {"tools": None}),
     (
         MESSAGES,
         {"thinking": {"type": "adaptive", "display": "summarized"}, "output_config": {"effort": "max"}},
@@ -86,6 +117,16 @@ async def test_what_cannot_be_honoured_is_refused():
             assert reply.status_code == 400, (path, more, reply.text)
             (field,) = more
             assert field in reply.text or "format" in reply.text, reply.text
+
+
+@pytest.mark.parametrize(("path", "more", "place"), UNKNOWN)
+async def test_keys_within_an_object_are_refused_by_their_place(path, more, place):
+    """Before a model is loaded, as OpenAI and Anthropic refuse them."""
+    async with serving() as scene:
+        reply = await scene.client.post(path, json=BODIES[path] | more)
+        assert reply.status_code == 400, reply.text
+        assert place in reply.json()["error"]["message"]
+        assert scene.loads == []
 
 
 @pytest.mark.parametrize(("path", "more", "name"), NAMED)

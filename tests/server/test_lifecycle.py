@@ -157,6 +157,31 @@ async def test_counting_tokens_takes_nobodys_place(monkeypatch):
             may_go_on.set()
 
 
+async def test_what_the_settings_leave_open_is_what_the_guide_says():
+    """H23, H28: a place for each sequence (4), a line of 100, 30 s; the engine's is never used."""
+    slow = partial(ScriptedChat, says="word " * 40, n_slots=4, threaded=True, step_delay_s=0.005)
+    async with serving(slow) as scene:
+        settings, seen = scene.service.settings, []
+        assert (settings.queue.depth, settings.queue.timeout_s) == (100, 30)
+        assert scene.pool.resolver.resolve("fake").concurrency == 4
+
+        async def ask():
+            reply = await scene.client.post(CHAT, json=chat_body(max_tokens=60))
+            assert reply.status_code == 200
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(9):
+                nursery.start_soon(ask)
+            await until(lambda: bool(scene.pool.all_entries()) and scene.entry().n_waiting > 0)
+            while len(nursery.child_tasks):
+                entry = scene.entry()
+                seen.append((entry.n_running, entry.n_waiting, entry.model.queue_depth()))
+                await trio.sleep(0.002)
+    assert max(running for running, _, _ in seen) == 4
+    assert max(waiting for _, waiting, _ in seen) == 5
+    assert max(engine for _, _, engine in seen) <= 5  # with one that ends in this step
+
+
 async def test_those_who_wait_are_served_in_order():
     """First come, first served."""
     async with serving(SLOW, **one_lane()) as scene:

@@ -96,6 +96,50 @@ def test_models_are_told(client):
     assert missing.value.status_code == 404
 
 
+@pytest.mark.model
+def test_the_ollama_program_finds_what_it_reads(client):
+    """It asks HEAD / first, cuts digests to twelve digits, and takes these facts of a model for granted."""
+    http = client._client
+    assert http.head("/").status_code == 200
+    assert http.head("/api/version").status_code == 200
+    http.post("/api/generate", json={"model": "smol"})
+    (listed,), (loaded,) = (http.get(path).json()["models"] for path in ("/api/tags", "/api/ps"))
+    assert listed["digest"] == loaded["digest"]
+    assert len(bytes.fromhex(listed["digest"])) == 32
+    assert listed["size"] > 0
+    for name in ("model", "name"):  # what newer and older ones say
+        shown = http.post("/api/show", json={name: "smol", "verbose": False}).json()
+        facts = shown["model_info"]
+        architecture = facts["general.architecture"]
+        assert facts[f"{architecture}.context_length"] > 0
+        assert facts[f"{architecture}.embedding_length"] > 0
+        assert {"parameter_size", "quantization_level", "parent_model"} <= shown["details"].keys()
+    # `ollama run smol "Hello"`, as it writes the body.
+    asked = {"model": "smol", "prompt": "Hello", "suffix": "", "system": "", "template": "", "format": ""}
+    asked |= {"context": None, "options": {"num_predict": 2}, "keep_alive": "5m0s", "images": None}
+    lines = http.post("/api/generate", json=asked).text.splitlines()
+    assert json.loads(lines[-1])["done_reason"] in ("length", "stop")
+    assert all(json.loads(line)["model"] == "smol" for line in lines)
+
+
+async def test_digests_differ_where_models_do(tmp_path):
+    """By name and by file; the same as long as the file is; there is one also before the file is."""
+    paths = {name: {"path": str(tmp_path / f"{name}.gguf")} for name in ("a", "b", "later")}
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.gguf").write_text("x")
+
+    async def digests(scene):
+        return {m["name"]: m["digest"] for m in (await scene.client.get("/api/tags")).json()["models"]}
+
+    async with serving(names=tuple(paths), models=paths) as scene:
+        first = await digests(scene)
+        assert len(set(first.values())) == 3
+        assert await digests(scene) == first
+        (tmp_path / "a.gguf").write_text("longer")
+        second = await digests(scene)
+        assert [name for name in paths if first[name] != second[name]] == ["a"]
+
+
 async def test_calls_arrive_decoded():
     """Whole and streamed, with thinking told apart."""
     says = f"<think>\nhm\n</think>\n\n{CALL}"

@@ -63,6 +63,19 @@ async def test_calls_of_a_chat(streamed):
         assert not message.content
 
 
+@pytest.mark.parametrize("lazily", [False, True])
+async def test_a_model_may_be_let_write_its_calls_freely(lazily):
+    """H10: a model's setting takes the grammar away that begins with a call; calls arrive all the same."""
+    make = partial(ScriptedChat, says=TWO_CALLS)
+    models = {"fake": {"lazy_tool_grammar": lazily}}
+    async with serving(make, models=models) as scene, scripted(scene) as client:
+        message, _ = await chat(client, streamed=False)
+        assert len(message.tool_calls) == 2
+        assert (scene.backends["fake"].params[-1].grammar is not None) == lazily
+        await chat(client, streamed=False, tool_choice="required")
+        assert scene.backends["fake"].params[-1].grammar is not None
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_one_call_none_and_a_cut_one(streamed):
     """parallel_tool_calls caps them, tool_choice none takes them away; half a call is no arguments."""

@@ -106,6 +106,37 @@ def test_mistakes_are_told_before_anything_is_served(tmp_path, capsys):
     assert run_serve("--n-ctxx", "1")[0] == 2
 
 
+def test_aliases_are_read_again(tmp_path):
+    """H52: after SIGHUP the map is the file's."""
+    (tmp_path / "a.gguf").touch()
+    (tmp_path / "b.gguf").touch()
+    config = tmp_path / "erllama.toml"
+    models = "".join(f"[models.{name}]\npath = '{name}.gguf'\n" for name in "ab")
+
+    def swap(aliases: str) -> None:
+        config.write_text(f"[aliases]\n{aliases}\n{models}")
+        process.send_signal(signal.SIGHUP)
+
+    def is_told(name: str) -> bool:
+        return httpx.get(f"{url}/v1/models/{name}").status_code == 200
+
+    def wait_for(name: str) -> None:
+        deadline = time.monotonic() + 20
+        while not is_told(name):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    config.write_text(f"[aliases]\nfast = 'a'\n{models}")
+    process, url = start_server("--no-cache", "--config", str(config))
+    try:
+        assert (is_told("fast"), is_told("fast:latest"), is_told("big")) == (True, True, False)
+        swap("big = 'b'")
+        wait_for("big")
+        assert not is_told("fast")
+    finally:
+        assert stop_server(process) == 0
+
+
 def test_a_port_that_is_taken_is_told():
     """One line and status 1; the server that has it goes on."""
     process, url = start_server("--no-cache")

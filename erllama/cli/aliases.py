@@ -1,0 +1,49 @@
+"""Aliases that change while the server runs: SIGHUP reads them again from its file."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from typing import TYPE_CHECKING
+
+import trio
+
+from erllama.errors import ErllamaError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import NoReturn
+
+    from erllama.server.registry import ConfiguredModels
+    from erllama.server.settings import Settings
+
+log = logging.getLogger("erllama.server")
+
+
+async def reread_aliases(
+    models: ConfiguredModels,
+    running: Settings,
+    read: Callable[[], Settings],
+    *,
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> NoReturn:
+    """With each SIGHUP, replace the aliases by those that `read` finds; requests in flight keep their model.
+
+    Nothing else takes effect, and the log says so where something else has changed. What is wrong with the
+    file is logged, and the aliases stay. Cancellation: SIGHUP means again what it did before.
+    """
+    with trio.open_signal_receiver(signal.SIGHUP) as signals:
+        task_status.started()
+        while True:
+            await anext(signals)
+            try:
+                given = await trio.to_thread.run_sync(read)
+                models.set_aliases(given.aliases)
+            except ErllamaError as why:
+                log.error("the aliases stay as they are: %s", why)
+                continue
+            log.info("%d aliases read again", len(given.aliases))
+            if given.model_copy(update={"aliases": running.aliases}) != running:
+                log.warning(
+                    "other settings have changed too; they take effect when the server is started again"
+                )
