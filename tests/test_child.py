@@ -8,25 +8,16 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 
 import pytest
 
 from erllama import child
 from erllama.child import leashed
 
+from processes import is_gone  # isort: skip  # tests/ is on the path
+
 # A program with a program of its own, as a compiler driver has; both say who they are.
 FAMILY = ["sh", "-c", "sleep 60 & echo $$ $!; wait"]
-
-
-def _gone(pid: int) -> bool:
-    for _ in range(500):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.01)
-    return False
 
 
 @pytest.mark.parametrize("code", [0, 3])
@@ -70,7 +61,7 @@ def test_leaving_the_block_ends_the_whole_family():
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert [_gone(pid) for pid in pids] == [True, True]
+    assert [is_gone(pid) for pid in pids] == [True, True]
 
 
 @pytest.mark.slow
@@ -89,7 +80,7 @@ def test_kill_9_ends_the_whole_family():
         pids = [int(word) for word in us.stdout.readline().split()]
         us.send_signal(signal.SIGKILL)
     assert len(pids) == 2
-    assert [_gone(pid) for pid in pids] == [True, True]
+    assert [is_gone(pid) for pid in pids] == [True, True]
 
 
 @pytest.mark.slow
@@ -99,7 +90,7 @@ def test_a_program_that_will_not_end_is_killed(monkeypatch):
     stubborn = ["sh", "-c", "trap '' TERM; echo $$; while :; do sleep 0.05; done"]
     with leashed(stubborn, stdout=subprocess.PIPE, text=True) as process:
         pid = int(process.stdout.readline())
-    assert _gone(pid)
+    assert is_gone(pid)
 
 
 @pytest.mark.parametrize("number", [3, 4])

@@ -88,6 +88,7 @@ NO_TRIO = (
         "engine/planner.py",
         "engine/retokenise.py",
         "engine/sampling.py",
+        "engine/sharing.py",
         "engine/state.py",
         "engine/text.py",
     ),

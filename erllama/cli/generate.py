@@ -14,8 +14,8 @@ from erllama.errors import ContextOverflow, InvalidContent, InvalidGrammar
 from erllama.options import GenerationOptions
 
 from .checking import check_kept, checked, context_of, generation_of, misuse
-from .kept import POLICY, SAVE_S, TIER, kept_tiers
-from .progress import bar, default_path, show_warnings
+from .loaded import loaded
+from .progress import show_warnings
 
 if TYPE_CHECKING:
     import argparse
@@ -38,17 +38,12 @@ def run(arguments: argparse.Namespace) -> None:
 async def _generate(
     arguments: argparse.Namespace, context: ContextOptions, generation: dict[str, Any], prompt: str
 ) -> None:
-    path = await default_path() if arguments.model is None else Path(arguments.model)
-    tiers = [] if arguments.no_cache else kept_tiers(arguments.kv_dir, arguments.kv_max)
-    async with erllama.open_engine(tiers=tiers, evict_save_timeout_s=SAVE_S) as engine:
-        tier = TIER if tiers else "ram"
-        with bar(f"Loading {path.name}") as draw:
-            model = await engine.load_model(path, context=context, policy=POLICY, tier=tier, progress=draw)
+    async with loaded(arguments, context) as found:
         with _in_words_of_the_command(arguments):
-            completion = await _print_stream(model, prompt, generation)
+            completion = await _print_stream(found.model, prompt, generation)
     if arguments.stats:
         print(stats_line(completion), file=sys.stderr)
-    elif tiers and sys.stderr.isatty():
+    elif found.is_kept and sys.stderr.isatty():
         print(f"{reused(completion)} came from the cache", file=sys.stderr)
 
 

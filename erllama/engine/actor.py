@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from erllama.backend import Backend, BackendFacts, Row, Sampled, Step, StepResult, StepStatus
+from erllama.backend import Row, Sampled, Step, StepResult, StepStatus
 from erllama.errors import (
     DecodeAborted,
     DecodeFailed,
@@ -55,11 +55,10 @@ from .tally import Tally
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
-    from erllama.options import ContextOptions
     from erllama.types import FinishReason
 
     from .cache_link import CacheLink
-    from .runner import Runner
+    from .opened import Opened
     from .sequence import Sequence
     from .sessions import Session
 
@@ -71,22 +70,16 @@ class Actor:
     """Runs the requests of one opened backend."""
 
     def __init__(
-        self,
-        model_id: str,
-        backend: Backend,
-        facts: BackendFacts,
-        options: ContextOptions,
-        runner: Runner,
-        cache: CacheLink | None = None,
-        cold: ColdPromise | None = None,
+        self, opened: Opened, cache: CacheLink | None = None, cold: ColdPromise | None = None
     ) -> None:
+        model_id, backend, facts = opened.model_id, opened.backend, opened.facts
         self.model_id = model_id
         self.facts = facts
-        self._options = options
+        self._options = opened.options
         self._is_eog: Callable[[int], bool] = getattr(backend, "is_eog", lambda _: False)
         self._piece: Callable[[int], bytes] = getattr(backend, "piece", lambda _: b"")
         self._lanes = Lanes(facts, self._save)
-        self._thread = ModelThread(backend, runner, self._lanes.take_ops)
+        self._thread = ModelThread(backend, opened.runner, self._lanes.take_ops)
         self._recovery = Recovery(model_id, self._lanes, self._thread, cache)
         self.cache = cache  # whose KV this is, and where it is kept
         self.cold = cold or ColdPromise(backend, facts)
@@ -112,7 +105,7 @@ class Actor:
         self._wakeup = trio.Event()
         self._stopped: ErllamaError | None = None
         self._tally = Tally(cache)
-        self._room = Room(model_id, self._lanes, facts, options, self._tally, self.wake, self._end_for_room)
+        self._room = Room(opened, self._lanes, self._tally, self.wake, self._end_for_room)
 
     def __repr__(self) -> str:
         s = self.statistics()

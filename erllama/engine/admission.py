@@ -5,14 +5,13 @@ Slots are handed out lowest first, because llama.cpp batches separate streams on
 adjacent. Cells are counted by what sequences already hold or are known to need, plus a small reserve for
 decoding, never by `max_tokens`, and shared ones once.
 
-Where memory can be kept (`Layout`), a sequence that is over stays in its cells as a *resident* until somebody
-needs the room, and whoever comes with the same beginning shares it: with residents and with sequences
-that still run, as far as memory can be cut: with a window or a state, what somebody holds can be had whole
-or not at all; and only under the same salt. A session's next turn takes its pinned resident over, slot and
-all (see `sessions`). When room runs out, residents go first, the longest unused one before others and pins
-last; then the youngest running sequence gives up its slot and waits again: it is saved and leaves a resident
-like everybody else, which goes when the save is done. A sequence whose reader lags for long is parked when
-somebody waits for its place, and queued again when it has been read.
+Where memory can be kept (`Layout`), a sequence that is over stays in its cells as a *resident* until
+somebody needs the room, and whoever comes with the same beginning shares it (see `sharing`). A session's
+next turn takes its pinned resident over, slot and all (see `sessions`). When room runs out, residents go
+first, the longest unused one before others and pins last; then the youngest running sequence gives up its
+slot and waits again: it is saved and leaves a resident like everybody else, which goes when the save is
+done. A sequence whose reader lags for long is parked when somebody waits for its place, and queued again
+when it has been read.
 
 A request with `exact="cold"` waits until nobody runs and runs alone, in an empty memory.
 """
@@ -33,7 +32,7 @@ from .node_path import NodePath
 from .purpose import Purpose
 from .resident import Resident, n_common
 from .sessions import admitted_as, by_worth, goes_on, pin_of, sessions_waiting
-from .state import Phase
+from .sharing import Sharing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -57,7 +56,6 @@ class Lanes:
         self._layout = facts.layout
         shared_cells = not facts.streams_separate and (facts.layout is None or facts.layout.base)
         self._n_cells = facts.n_cells if shared_cells else None
-        self._n_batch = facts.n_batch
         self._empty = list(range(facts.n_slots))
         self.n_slots = facts.n_slots
         self.waiting: deque[Sequence] = deque()
@@ -67,9 +65,8 @@ class Lanes:
         self.generation: Counter[int] = Counter()  # of a slot: changes when what it holds is given up
         self.reading: Counter[int] = Counter()  # saves that still have to read a slot
         self._n_reserved = 0  # cells that calls in flight are about to fill
-        self._left: list[Resident] = []  # residents that ran a moment ago
         self._ops: list[MemoryOp] = []
-        self._alike: dict[tuple[int, int], int] = {}  # common beginnings of running sequences, by arrival
+        self.sharing = Sharing(facts, self.running, self.residents, lambda op: self._ops.append(op))
         self._crowded = False  # somebody gave way: who came back at once would be sent away again, for ever
 
     def __repr__(self) -> str:
@@ -122,7 +119,7 @@ class Lanes:
         held = n_distinct(s.cells for s in self.running.values())
         growth = sum(_need(s) - s.n_kv for s in self.running.values())
         lacking = held + growth + _need(seq) - self._n_cells
-        return lacking <= 0 or lacking <= max(self._n_shared(seq, s) for s in self.running.values())
+        return lacking <= 0 or lacking <= max(self.sharing.n_shared(seq, s) for s in self.running.values())
 
     @property
     def runs_alone(self) -> bool:
@@ -234,7 +231,7 @@ class Lanes:
         pin = self._pin_for(seq)
         if pin is None:
             return None
-        n = self._n_shared(seq, pin)
+        n = self.sharing.n_shared(seq, pin)
         if goes_on(pin, seq, n) and (n >= n_elsewhere or seq.purpose is Purpose.CONTINUE):
             return pin
         pin.session_id = None
@@ -242,7 +239,7 @@ class Lanes:
 
     def _resume_pin(self, seq: Sequence, pin: Resident, now: float) -> bool:
         """Let `seq` run on where its session's last turn ended."""
-        slot, n = pin.slot, self._n_shared(seq, pin)
+        slot, n = pin.slot, self.sharing.n_shared(seq, pin)
         if n < pin.n_kv:
             if self.reading[slot]:
                 return False  # what will be cut off is still being saved
@@ -292,104 +289,10 @@ class Lanes:
         """Who holds the longest beginning of `seq`, and how much of it; its last token is always computed."""
         best: tuple[Resident | Sequence | None, int] = (None, 0)
         for holder in self._holders():
-            n = self._n_shared(seq, holder)
+            n = self.sharing.n_shared(seq, holder)
             if n > best[1]:
                 best = holder, n
         return best
-
-    def share_running(self, now: float) -> set[Sequence]:
-        """Give sequences what older ones with the same beginning have computed; who had better wait for more.
-
-        A prompt is computed by the oldest sequence that has it; the others take it as it comes. Should that
-        one leave, the next oldest goes on from where it was.
-        """
-        waiting: set[Sequence] = set()
-        filling = [s for s in self.running.values() if s.phase is Phase.PREFILL]
-        self._take_over(filling, now)
-        for seq in sorted(filling, key=lambda s: s.arrival):
-            leader, n = self._leader(seq)
-            if leader is None:
-                continue
-            end = self._n_given(leader, n)
-            if end > seq.n_kv and self._is_due(leader, n):
-                seq.evidence.saw(n, leader.ledger, leader.n_tokens)
-                self._share(leader, seq, end, now)
-            if n > seq.n_kv and seq.phase is Phase.PREFILL and self._leads(leader, seq, n):
-                waiting.add(seq)
-        return waiting
-
-    def _take_over(self, filling: list[Sequence], now: float) -> None:
-        """What a leader computed in its last step is left to those who followed it."""
-        if not self._left:
-            return
-        self._left = [r for r in self._left if self.residents.get(r.slot) is r]
-        for seq in filling:
-            for resident in self._left:
-                if (n := self._n_shared(seq, resident)) > seq.n_kv:
-                    seq.evidence.saw(n, resident.ledger, resident.n_kv)
-                    self._share(resident, seq, n, now)
-        if all(s.phase is not Phase.RESTORE for s in self.running.values()):
-            self._left.clear()
-
-    def _share(self, source: Resident | Sequence, seq: Sequence, end: int, now: float) -> None:
-        self._ops.append(Share(source.slot, seq.slot, seq.n_kv, end))
-        seq.share(source, end, now)
-
-    def _n_given(self, leader: Sequence, n: int) -> int:
-        """How much of its first `n` tokens `leader` can give away now."""
-        assert self._layout is not None
-        if leader.phase is Phase.RESTORE and not self._layout.cuttable:
-            return 0  # its memory is at no legal place
-        return self._layout.cut(leader.n_kv, n)
-
-    def _is_due(self, leader: Sequence, n: int) -> bool:
-        """Where sharing takes all or nothing, it is put off until the leader may go beyond `n`."""
-        assert self._layout is not None
-        return self._layout.cuttable or leader.phase is not Phase.PREFILL or leader.n_kv + self._n_batch > n
-
-    def _leads(self, leader: Sequence, seq: Sequence, n: int) -> bool:
-        """Whether `leader` is on its way to give `seq` more: nobody waits for one whose reader lags."""
-        if leader.phase is Phase.PREFILL:
-            passed = leader.n_kv > n and self._n_given(leader, n) <= seq.n_kv
-            return leader.buffer.has_room and leader.n_kv >= seq.n_kv and not passed
-        assert self._layout is not None
-        return leader.phase is Phase.RESTORE and self._layout.cuttable
-
-    def n_led(self, seq: Sequence) -> int:
-        """How much of `seq` an older running sequence has or will have."""
-        return self._leader(seq)[1]
-
-    def _leader(self, seq: Sequence) -> tuple[Sequence | None, int]:
-        """The older running sequence that shares more of `seq` than it has itself, and how much."""
-        best: tuple[Sequence | None, int] = (None, seq.n_kv)
-        if seq.options.cache == "off" or self._layout is None:
-            return best
-        for other in self.running.values():
-            if other.arrival > seq.arrival or other is seq or (n := self._n_alike(seq, other)) <= best[1]:
-                continue
-            if self._n_given(other, n) > seq.n_kv or self._leads(other, seq, n):
-                best = other, n
-        return best
-
-    def _n_alike(self, seq: Sequence, other: Sequence) -> int:
-        """Common beginning of two prompts, whether computed yet or not."""
-        if self._layout is None or other.options.cache == "off" or other.salt != seq.salt:
-            return 0
-        pair = seq.arrival, other.arrival
-        if pair not in self._alike:
-            self._alike[pair] = n_common(seq.ledger[: seq.n_tokens - 1], np.asarray(other.ledger, np.int32))
-        return self._alike[pair]
-
-    def _n_shared(self, seq: Sequence, holder: Resident | Sequence) -> int:
-        if self._layout is None or seq.options.cache == "off" or not holder.shareable:
-            return 0
-        if holder.salt != seq.salt:
-            return 0
-        if holder.is_restoring and not self._layout.cuttable:
-            return 0  # its memory is at no legal place
-        n = min(holder.n_kv, seq.n_tokens - 1)
-        n = n_common(seq.ledger[:n], np.asarray(holder.ledger[:n], np.int32))
-        return self._layout.cut(holder.n_kv, n)
 
     def _take_slot(self, source: Resident | Sequence | None) -> int | None:
         """An empty slot, else the least worthy resident's; the source's own is given as it is."""
@@ -413,19 +316,15 @@ class Lanes:
         if slot is None:
             return
         self._crowded = False
-        gone = self.running.pop(slot).arrival
-        self._alike = {pair: n for pair, n in self._alike.items() if gone not in pair}
-        if resident is not None and self._layout is not None and resident.n_kv:
+        gone = self.running.pop(slot)
+        stays = resident is not None and self._layout is not None and resident.n_kv > 0
+        self.sharing.left(gone, resident if stays else None)
+        if resident is not None and stays:
             self.forget_session(resident.session, keep_cells=True)  # one pin per session
             self.residents[slot] = resident
-            self._left.append(resident)
             self._ops.append(Cut(slot, resident.n_kv))
         else:
             self._vacate(slot)
-
-    def respelled(self, seq: Sequence) -> None:
-        """The ids of its prompt are others now."""
-        self._alike = {pair: n for pair, n in self._alike.items() if seq.arrival not in pair}
 
     def cut_back(self, seq: Sequence, n: int) -> None:
         """A restore of `seq` that failed leaves it with [0, n)."""

@@ -39,11 +39,10 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from erllama.backend import Backend, BackendFacts, EmbedResult, OptionalBackend
-    from erllama.options import ContextOptions
+    from erllama.backend import EmbedResult, OptionalBackend
     from erllama.types import EmbeddingFacts
 
-    from .runner import Runner
+    from .opened import Opened
 
 UNASKED_ABORTS = 3  # in a row; then the inputs of the call fail
 
@@ -94,24 +93,15 @@ class EmbedStatistics:
 class Embedder:
     """The only one who asks a backend for embeddings. `run` owns its life."""
 
-    def __init__(
-        self,
-        model_id: str,
-        backend: Backend,
-        facts: BackendFacts,
-        options: ContextOptions,
-        runner: Runner,
-        is_generating: Callable[[], bool],
-        pause: Callable[[], None],
-    ) -> None:
+    def __init__(self, opened: Opened, is_generating: Callable[[], bool], pause: Callable[[], None]) -> None:
         """`pause` lets the running step of who generates be the last before the next call."""
-        assert facts.embeddings is not None
-        self.facts: EmbeddingFacts = facts.embeddings
-        self._model_id = model_id
-        self._n_vocab = facts.n_vocab
-        self._backend = cast("OptionalBackend", backend)
-        self._options = options
-        self._runner = runner
+        assert opened.facts.embeddings is not None
+        self.facts: EmbeddingFacts = opened.facts.embeddings
+        self._model_id = opened.model_id
+        self._n_vocab = opened.facts.n_vocab
+        self._backend = cast("OptionalBackend", opened.backend)
+        self._options = opened.options
+        self._runner = opened.runner
         self._is_generating = is_generating
         self._pause = pause
         self._waiting: deque[Input] = deque()

@@ -20,6 +20,7 @@ from .bare import bare_errors
 from .cold import ColdPromise
 from .embedder import Embedder
 from .home import current_home
+from .opened import Opened
 from .runner import InlineRunner, Runner, ThreadRunner
 
 if TYPE_CHECKING:
@@ -38,34 +39,28 @@ class Handle:
 
     def __init__(
         self,
-        model_id: str,
-        backend: Backend,
-        facts: BackendFacts,
-        options: ContextOptions,
-        runner: Runner,
+        opened: Opened,
         cache: CacheLink | None = None,
         flush_s: float = 30.0,
         exact: Exact = "session",
         deterministic: bool = False,
         cold: ColdPromise | None = None,
     ) -> None:
-        self.model_id = model_id
-        self.facts = facts
-        self.backend = backend
+        self.model_id = opened.model_id
+        self.facts = opened.facts
+        self.backend = opened.backend
         self.home = current_home()
         self.exact = exact  # what requests get that do not say
         self.deterministic = deterministic  # whether they may not say anything else
         self.loaded_at = time.monotonic()
-        self.actor = Actor(model_id, backend, facts, options, runner, cache, cold)
+        self.actor = Actor(opened, cache, cold)
         self.embedder: Embedder | None = None  # None: this model gives no embeddings
-        if facts.embeddings is not None:
-            self.embedder = Embedder(
-                model_id, backend, facts, options, runner, self._is_generating, self.actor.pause
-            )
+        if opened.facts.embeddings is not None:
+            self.embedder = Embedder(opened, self._is_generating, self.actor.pause)
         self.closed = trio.Event()
         self.stopping = False  # no new requests, no reads
         self.gone = "was unloaded"  # what became of it, once it is stopping
-        self._runner = runner
+        self._runner = opened.runner
         self._flush_s = flush_s
         self._scope = trio.CancelScope()
 
@@ -123,8 +118,8 @@ class Handle:
                 runner.close()
             await trio.lowlevel.checkpoint_if_cancelled()  # a load that was told to stop fails as told
             raise
-        cache = link(facts)
-        return cls(model_id, backend, facts, options, runner, cache, flush_s, exact, deterministic, promise)
+        opened = Opened(model_id, backend, facts, options, runner)
+        return cls(opened, link(facts), flush_s, exact, deterministic, promise)
 
     async def serve(self) -> None:
         """Run the actor until `stop`, or until the surrounding nursery is cancelled."""

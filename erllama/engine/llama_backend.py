@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from typing import TYPE_CHECKING, Any
-
-import psutil
 
 from erllama import llama
 from erllama.backend import BackendFacts, MemoryKind, PartKind, StepResult, StepStatus
@@ -24,8 +21,8 @@ from erllama.options import INT32_MAX
 
 from .cold import cold_piece
 from .cold_probe import TRIAL, ColdProbe
+from .context_threads import ContextThreads
 from .fingerprint import file_sha256, model_files, shape_hash
-from .governor import ThreadGovernor
 from .llama_embedder import LlamaEmbedder
 from .llama_parts import FORMAT, PartMover, layout_of, why_no_layout
 from .llama_sampler import LlamaSampler, decode_rows
@@ -65,7 +62,6 @@ class LlamaBackend:
         self._longest_piece: int | None = None
         self._permit = PROCESS_PERMIT.ticket()
         self._adapt_threads = adapt_threads
-        self._governor: ThreadGovernor | None = None
 
     def __repr__(self) -> str:
         return f"<LlamaBackend {self._path!r}{'' if self._context else ' closed'}>"
@@ -100,7 +96,7 @@ class LlamaBackend:
         self._params = native_params(self._options, model.facts)
         embeddings = None
         if options.embeddings:
-            self._embedder = LlamaEmbedder(self._path, model, options, self._new_governor())
+            self._embedder = LlamaEmbedder(self._path, model, options, adapt_threads=self._adapt_threads)
             embeddings = self._embedder.open()
             if self._embedder.only_embeds:
                 return self._facts_of_embedder(embeddings)
@@ -221,7 +217,7 @@ class LlamaBackend:
         piece = cold_piece(context.n_batch)
         assert piece is not None
         assert batch is not None
-        self._all_threads(context)
+        self._threads.use_all(context)
         context.abort.arm(None)
         with self._permit.held(self._params.n_threads) as granted:
             if not granted:
@@ -238,13 +234,11 @@ class LlamaBackend:
         if self._layout is not None:
             self._parts = PartMover(self._context, self._layout)
 
-    def _new_governor(self) -> ThreadGovernor | None:
-        if not self._adapt_threads or self._params.n_threads == 1:
-            return None
-        return ThreadGovernor(self._params.n_threads, time.monotonic(), _idle_s)
-
     def _open_context(self, model: llama.Model) -> llama.Context:
-        self._governor = self._new_governor()
+        params = self._params
+        self._threads = ContextThreads(
+            self._path, params.n_threads, params.n_threads_batch, adapt=self._adapt_threads
+        )
         with self._permit.held(self._params.n_threads) as granted:  # opening decodes two tokens
             if not granted:
                 raise LoadCancelled(f"{self._path}: given up while another model was computing")
@@ -317,16 +311,16 @@ class LlamaBackend:
         assert batch is not None
         outputs = self._fill(batch, step.rows)
         if step.exact:
-            self._all_threads(context)
+            self._threads.use_all(context)
         elif self._parts is not None:
             self._parts.exact = False
-        with self._permit.held(self._n_threads(step), at_most_s=step.budget_s) as granted:
+        with self._permit.held(self._threads.n_for(step.n_tokens), at_most_s=step.budget_s) as granted:
             if not granted:
                 return StepResult(status=StepStatus.ABORTED)
             context.abort.arm_next(step.budget_s)
             decoded, sampled = decode_rows(context, batch, step.rows, outputs)
             if not step.exact:
-                self._govern(context, decoded.compute_s, decoded.cpu_s)
+                self._threads.observe(context, decoded.compute_s, decoded.cpu_s)
         rc = decoded.rc
         return StepResult(
             status=StepStatus.OK if rc == 0 else status_of(rc, context.abort.cause),
@@ -354,28 +348,6 @@ class LlamaBackend:
             )
             for row in rows
         ]
-
-    def _all_threads(self, context: llama.Context) -> None:
-        """What must have the same bits every time is computed with as many threads every time."""
-        if self._governor is not None and self._governor.n != self._params.n_threads:
-            self._governor = self._new_governor()
-            context.set_threads(self._params.n_threads, self._params.n_threads)
-
-    def _govern(self, context: llama.Context, wall_s: float, cpu_s: float) -> None:
-        if self._governor is None:
-            return
-        before = self._governor.n
-        after = self._governor.observe(wall_s, cpu_s, time.monotonic())
-        if after != before:
-            context.set_threads(after, after)
-            log.info("%s: computing with %d threads now, was %d", self._path, after, before)
-
-    def _n_threads(self, step: Step) -> int:
-        """Threads that llama.cpp computes this step with: those for single rows, or for batches."""
-        if self._governor is not None:
-            return self._governor.n
-        single, many = self._params.n_threads, self._params.n_threads_batch
-        return single if step.n_tokens == 1 or many is None else many
 
     def abort(self) -> None:
         """Raise the flag that ggml's abort callback reads. Any thread."""
@@ -523,9 +495,3 @@ class LlamaBackend:
     def is_eog(self, token: int) -> bool:
         """Whether the token ends a generation."""
         return (self._model or self._live_model()).vocab.is_eog(token)
-
-
-def _idle_s() -> float:
-    """Seconds that this machine's cores have been idle, summed."""
-    idle: float = psutil.cpu_times().idle
-    return idle

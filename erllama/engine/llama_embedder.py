@@ -17,6 +17,7 @@ from erllama.backend import EmbedResult, StepStatus
 from erllama.errors import ErllamaError, LoadCancelled, NotSupported
 from erllama.types import EmbeddingFacts
 
+from .context_threads import ContextThreads
 from .native_params import embedding_params
 from .permit import PROCESS_PERMIT
 from .return_code import status_of
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from erllama.backend import EmbedRow
     from erllama.options import ContextOptions
 
-    from .governor import ThreadGovernor
 
 RANK = "4"  # gguf: pooling_type of models that score
 
@@ -39,14 +39,14 @@ class LlamaEmbedder:
     """Thread: the model's, except `abort` and `clear_abort`."""
 
     def __init__(
-        self, path: str, model: llama.Model, options: ContextOptions, governor: ThreadGovernor | None = None
+        self, path: str, model: llama.Model, options: ContextOptions, *, adapt_threads: bool = False
     ) -> None:
         """`options` are resolved. Nothing is allocated before `open`."""
-        self._governor = governor
         self._path = path
         self._model = model
         self._n_ctx = min(options.n_ctx or model.facts.n_ctx_train, model.facts.n_ctx_train)
-        self._params = embedding_params(options, model.facts)
+        self._params = params = embedding_params(options, model.facts)
+        self._threads = ContextThreads(path, params.n_threads, params.n_threads_batch, adapt=adapt_threads)
         self._permit = PROCESS_PERMIT.ticket()
         self._context: llama.Context | None = None
         self._batch = llama.Batch(self._params.n_rows or 1, self._params.n_seq_max)
@@ -61,8 +61,7 @@ class LlamaEmbedder:
             if not granted:
                 raise LoadCancelled(f"{self._path}: given up while another model was computing")
             self._context = context = llama.Context.open(self._model, self._params)
-            if self._governor is not None:  # as it was found out with the context before
-                context.set_threads(self._governor.n, self._governor.n)
+            self._threads.opened(context)
         # A mean, or a vector that saw what comes later, is right only if all tokens are computed at once.
         whole = not context.has_memory or not context.is_causal or context.pooling not in ("none", "last")
         self.facts = EmbeddingFacts(
@@ -109,7 +108,8 @@ class LlamaEmbedder:
             context.memory.clear(data=False)
         batch.clear()
         ends = [batch.add(row.lane, row.tokens, row.pos, output="all") + len(row.tokens) - 1 for row in rows]
-        with self._permit.held(self._n_threads, at_most_s=budget_s) as granted:
+        n_threads = self._threads.n_for(sum(len(row.tokens) for row in rows))
+        with self._permit.held(n_threads, at_most_s=budget_s) as granted:
             if not granted:
                 return EmbedResult(status=StepStatus.ABORTED)
             context.abort.arm_next(budget_s)
@@ -118,28 +118,14 @@ class LlamaEmbedder:
             status = status_of(rc, context.abort.cause)
             vectors = tuple(map(self._vector, rows, ends)) if status is StepStatus.OK else ()
             compute_s = time.perf_counter() - began
-            self._govern(context, compute_s, time.process_time() - cpu_began)
+            self._threads.observe(context, compute_s, time.process_time() - cpu_began)
         return EmbedResult(status=status, vectors=vectors, rc=rc, compute_s=compute_s)
-
-    def _govern(self, context: llama.Context, wall_s: float, cpu_s: float) -> None:
-        if self._governor is None:
-            return
-        before = self._governor.n
-        after = self._governor.observe(wall_s, cpu_s, time.monotonic())
-        if after != before:
-            context.set_threads(after, after)
 
     def _vector(self, row: EmbedRow, end: int) -> npt.NDArray[np.float32] | None:
         if not row.is_last:
             return None
         context = self._live()
         return context.embeddings(end) if self.facts.pooling == "none" else context.embeddings_seq(row.lane)
-
-    @property
-    def _n_threads(self) -> int:
-        if self._governor is not None:
-            return self._governor.n
-        return self._params.n_threads_batch or self._params.n_threads
 
     def _live(self) -> llama.Context:
         if self._context is None:

@@ -74,7 +74,7 @@ class Resumer:
         On a tie the next node may still begin like the prompt; but what a running sequence is about to have
         is not read a second time, and where a session goes on it is not worth a look.
         """
-        n_led = self._lanes.n_led(seq)
+        n_led = self._lanes.sharing.n_led(seq)
         if n_led > seq.n_kv or seq.is_sticky:
             return self._spelling.is_longer(seq, n_led, or_equal=False) or self._spelling.gains(seq)
         return self._spelling.is_longer(seq, seq.n_kv, or_equal=True)

@@ -18,10 +18,8 @@ from .state import Phase
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from erllama.backend import BackendFacts
-    from erllama.options import ContextOptions
-
     from .admission import Lanes
+    from .opened import Opened
     from .sequence import Sequence
     from .tally import Tally
 
@@ -41,24 +39,22 @@ class Room:
 
     def __init__(
         self,
-        model_id: str,
+        opened: Opened,
         lanes: Lanes,
-        facts: BackendFacts,
-        options: ContextOptions,
         tally: Tally,
         wake: Callable[[], None],
         end: Callable[[Sequence], None],
     ) -> None:
         """`wake` asks for another turn, `end` ends a sequence that has no room even alone."""
-        self._model_id = model_id
+        self._model_id = opened.model_id
         self._lanes = lanes
-        self._n_batch = facts.n_batch
+        self._n_batch = opened.facts.n_batch
         self._tally = tally
         self._wake = wake
         self._end = end
         self._following: set[Sequence] = set()  # they wait for an older one that computes the same prompt
         self._alone: Sequence | None = None  # who starts over because memory refused it
-        self.chunks = Chunks.of(options.prefill_chunk_size, facts.n_batch)
+        self.chunks = Chunks.of(opened.options.prefill_chunk_size, opened.facts.n_batch)
         self.squeeze: int | None = None  # a smaller chunk after a refused step
         self.stalled_since: float | None = None  # nobody goes on until residents are saved, and leave
 
@@ -75,7 +71,7 @@ class Room:
 
     def make(self, now: float) -> Going:
         """Share what is computed already and free cells for the rest: of residents, then of the youngest."""
-        self._following = self._lanes.share_running(now)
+        self._following = self._lanes.sharing.share_running(now)
         ready, most = self._ready(), self.chunks.alone
         wanted = min(sum([min(most, s.n_tokens - s.n_kv) for s in ready]), self._n_batch)
         n_free = self._lanes.reclaim(wanted)
@@ -86,7 +82,8 @@ class Room:
             if not self._preempt():
                 break
             n_free = self._lanes.reclaim(len(self._ready()))
-            self._following = self._lanes.share_running(now)  # who was waited for may have been the one to go
+            # Who was waited for may have been the one to go.
+            self._following = self._lanes.sharing.share_running(now)
             ready = self._ready()
         return Going(ready, self._limit(n_free))
 

@@ -98,5 +98,5 @@ class Spelling:
         if n_same < seq.n_kv:
             self._lanes.cut_back(seq, self._layout.cut(seq.n_kv, n_same))
         seq.respell(ids, self._head_in(ids, seq))
-        self._lanes.respelled(seq)
+        self._lanes.sharing.respelled(seq)
         return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import stat
 import subprocess
@@ -15,6 +14,8 @@ import pytest
 
 from tools.libllama import binding, runtime
 from tools.libllama.errors import BuildError
+
+from processes import is_gone  # isort: skip  # tests/ is on the path
 
 FAKE_COMPILER = """#!{python}
 import json, pathlib, sys
@@ -120,14 +121,4 @@ binding.build_binding(libs_dir=Path("x"), include_dirs=[], out_dir=Path({str(bui
             assert us.poll() is None
             time.sleep(0.01)
         us.kill()
-    assert [_is_gone(int(pid)) for pid in (tmp_path / "pids").read_text().split()] == [True, True]
-
-
-def _is_gone(pid: int) -> bool:
-    for _ in range(500):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.01)
-    return False
+    assert [is_gone(int(pid)) for pid in (tmp_path / "pids").read_text().split()] == [True, True]

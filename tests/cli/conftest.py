@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,22 @@ def start(*arguments: str, **options: object) -> subprocess.Popen[bytes]:
     process = subprocess.Popen([sys.executable, "-c", ENTRY, *arguments], env=environment | given, **options)
     _started.append(process)
     return process
+
+
+def on_terminal(*arguments: str) -> tuple[subprocess.Popen[bytes], bytes, bytes]:
+    """`erllama ARGUMENTS` with a terminal for stderr, ended: the process, its output, what was shown."""
+    ours, theirs = pty.openpty()
+    process = start(*arguments, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    try:
+        while chunk := os.read(ours, 4096):
+            shown += chunk
+    except OSError:
+        pass  # Linux reports the closed other end of a pty as EIO
+    os.close(ours)
+    out, _ = process.communicate()
+    return process, out, shown
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
 import signal
 import subprocess
 
@@ -11,7 +10,7 @@ import pytest
 
 import erllama
 
-from .conftest import start
+from .conftest import on_terminal, start
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -190,17 +189,7 @@ def _wait_until_mapped(pid: int, path: str) -> None:
 
 def test_a_terminal_gets_a_progress_bar(model_path):
     """On a terminal, loading is shown on stderr and wiped afterwards; stdout has the text alone."""
-    ours, theirs = pty.openpty()
-    process = start("generate", "-m", model_path, "-p", PROMPT, *GREEDY, stderr=theirs)
-    os.close(theirs)
-    shown = b""
-    try:
-        while chunk := os.read(ours, 4096):
-            shown += chunk
-    except OSError:
-        pass  # Linux reports the closed other end of a pty as EIO
-    os.close(ours)
-    out, _ = process.communicate()
+    process, out, shown = on_terminal("generate", "-m", model_path, "-p", PROMPT, *GREEDY)
     assert process.returncode == 0
     assert out.decode() == GOLDEN_TEXT + "\n"
     assert b"Loading" in shown

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
 import re
 import stat
 from pathlib import Path
@@ -14,7 +13,7 @@ from erllama.cli import kept
 from erllama.files import cache_dir
 from erllama.tools.kvc import main as kvc
 
-from .conftest import start
+from .conftest import on_terminal, start
 
 PROMPT = "The keeper writes down who comes and goes, and what the weather was like. " * 12
 GREEDY = ("--max-tokens", "4", "--temperature", "0", "--stats")
@@ -112,17 +111,7 @@ def test_a_folder_that_cannot_be_used_costs_a_warning(generate, tmp_path):
 @pytest.mark.slow
 def test_a_terminal_is_told_what_came_from_the_cache(smollm2_path):
     """Without `--stats`, on a terminal: one line at the end."""
-    ours, theirs = pty.openpty()
-    process = start("generate", "-m", str(smollm2_path), "-p", "Once", "--max-tokens", "2", stderr=theirs)
-    os.close(theirs)
-    shown = b""
-    try:
-        while chunk := os.read(ours, 4096):
-            shown += chunk
-    except OSError:
-        pass  # Linux reports the closed other end of a pty as EIO
-    os.close(ours)
-    process.communicate()
+    _, _, shown = on_terminal("generate", "-m", str(smollm2_path), "-p", "Once", "--max-tokens", "2")
     assert shown.splitlines()[-1].endswith(b"0 of 1 prompt tokens came from the cache")
 
 

@@ -188,14 +188,14 @@ async def test_refused_steps_are_answered_by_less_then_by_fewer():
 
 
 async def test_a_refused_chunk_is_halved_in_whole_pieces():
-    """A model that takes at most 100 tokens a step sees 128, then 64 until something succeeds."""
+    """A model that takes at most 100 tokens a step sees all 199, then 64 until something succeeds."""
     backend = FakeBackend()
     backend.before_step = lambda step: (
         StepResult(status=StepStatus.NO_ROOM, rc=1) if step.n_tokens > 100 else None
     )
     async with serving(backend) as bench:
         (answer,) = await bench.complete_all(["z" * 200], max_tokens=3, seed=1)
-    assert [s.n_tokens for s in bench.backend.steps][:4] == [128, 64, 128, 64]
+    assert [s.n_tokens for s in bench.backend.steps][:4] == [199, 64, 135, 64]
     assert [answer.generated] == ids_of(await alone(["z" * 200], max_tokens=3, seed=1))
 
 

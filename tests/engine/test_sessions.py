@@ -188,7 +188,7 @@ def test_what_goes_on(prompt: list[int], continues: bool):
     first.computed(22, 0.0)
     pin = Resident.of(first, 1.0, pinned=True)
     request = seq(prompt, "a")
-    assert goes_on(pin, request, lane._n_shared(request, pin)) is continues
+    assert goes_on(pin, request, lane.sharing.n_shared(request, pin)) is continues
 
 
 def test_the_history_is_what_is_in_memory_and_what_is_pending():

@@ -141,15 +141,15 @@ def test_followers_take_what_the_leader_has_as_it_comes() -> None:
     lane = lanes()
     leader, twin, cousin = seq_of(HEAD), seq_of(HEAD), seq_of([*HEAD[:20], 70, 71])
     admit(lane, leader, twin, cousin)
-    assert lane.share_running(0.0) == {twin, cousin}
+    assert lane.sharing.share_running(0.0) == {twin, cousin}
     leader.computed(16, 0.0)
-    assert lane.share_running(0.0) == {twin, cousin}
+    assert lane.sharing.share_running(0.0) == {twin, cousin}
     assert lane.take_ops() == [Share(0, 1, 0, 16), Share(0, 2, 0, 16)]
     leader.computed(32, 0.0)
-    assert lane.share_running(0.0) == {twin}
+    assert lane.sharing.share_running(0.0) == {twin}
     assert (twin.n_kv, cousin.n_kv) == (32, 20)
     leader.computed(39, 0.0)
-    assert lane.share_running(0.0) == set()
+    assert lane.sharing.share_running(0.0) == set()
     assert (twin.phase, twin.n_cached, twin.source) == (Phase.DECODE, 39, "live")
     assert lane.n_free_cells == 500 - 39
 
@@ -159,10 +159,10 @@ def test_when_the_leader_leaves_the_next_goes_on_from_its_last_token() -> None:
     lane = lanes()
     leader, second, third = seq_of(HEAD), seq_of(HEAD), seq_of(HEAD)
     admit(lane, leader, second, third)
-    lane.share_running(0.0)
+    lane.sharing.share_running(0.0)
     leader.computed(24, 0.0)
     finish(lane, leader, 1.0)
-    assert lane.share_running(0.0) == {third}
+    assert lane.sharing.share_running(0.0) == {third}
     assert (second.n_kv, third.n_kv) == (24, 24)
 
 
@@ -171,9 +171,9 @@ async def test_nobody_waits_for_a_leader_whose_reader_lags() -> None:
     lane = lanes()
     leader, follower = seq_of(HEAD, capacity=4), seq_of(HEAD)
     admit(lane, leader, follower)
-    assert lane.share_running(0.0) == {follower}
+    assert lane.sharing.share_running(0.0) == {follower}
     leader.buffer.put_nowait(TokenId(1, leader.request))
-    assert lane.share_running(0.0) == set()
+    assert lane.sharing.share_running(0.0) == set()
 
 
 def test_nobody_waits_for_a_leader_who_is_behind() -> None:
@@ -182,9 +182,9 @@ def test_nobody_waits_for_a_leader_who_is_behind() -> None:
     leader, follower = seq_of(HEAD), seq_of(HEAD)
     admit(lane, leader, follower)
     leader.computed(24, 0.0)
-    lane.share_running(0.0)
+    lane.sharing.share_running(0.0)
     leader.rewind(0)
-    assert lane.share_running(0.0) == set()
+    assert lane.sharing.share_running(0.0) == set()
     assert follower.n_kv == 24
 
 
@@ -194,9 +194,9 @@ def test_a_leader_that_restores_is_waited_for() -> None:
     leader, follower = seq_of(HEAD), seq_of(HEAD)
     admit(lane, leader, restored=False)
     admit(lane, follower)
-    assert lane.share_running(0.0) == {follower}
+    assert lane.sharing.share_running(0.0) == {follower}
     leader.restored_to(16, "ram")
-    assert lane.share_running(0.0) == {follower}
+    assert lane.sharing.share_running(0.0) == {follower}
     assert follower.n_kv == 16
 
 
@@ -218,7 +218,7 @@ def test_nothing_is_shared_with_or_by_a_request_that_wants_no_cache() -> None:
     admit(lane, private)
     private.computed(20, 0.0)
     admit(lane, other)
-    assert (other.n_kv, lane.share_running(0.0)) == (0, set())
+    assert (other.n_kv, lane.sharing.share_running(0.0)) == (0, set())
     other.computed(39, 0.0)
     finish(lane, other, 1.0)
     late = seq_of(HEAD, cache="off")
@@ -266,7 +266,7 @@ def test_unproven_kv_stays_unproven_in_other_hands() -> None:
     admit(lane, follower)
     first.restored_to(16, "ram")
     first.unproven.add(b"node")
-    lane.share_running(0.0)
+    lane.sharing.share_running(0.0)
     first.restored(0.0)
     assert follower.unproven == {b"node"}
     finish(lane, first, 1.0)
