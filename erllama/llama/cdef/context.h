@@ -12,6 +12,7 @@ uint32_t llama_n_seq_max(const struct llama_context *ctx);
 const struct llama_model *llama_get_model(const struct llama_context *ctx);
 enum llama_pooling_type llama_pooling_type(const struct llama_context *ctx);
 bool llama_get_causal_attn(const struct llama_context *ctx);
+void llama_attach_threadpool(struct llama_context *ctx, struct ggml_threadpool *threadpool, struct ggml_threadpool *threadpool_batch);
 void llama_set_n_threads(struct llama_context *ctx, int32_t n_threads, int32_t n_threads_batch);
 void llama_synchronize(struct llama_context *ctx);
 

@@ -14,6 +14,8 @@ struct el_abort {
     int64_t deadline_ns;
 };
 
+struct ggml_threadpool;
+
 struct el_load_progress {
     float fraction;
     int32_t cancel;
@@ -101,6 +103,10 @@ bool shim_gguf_check(const char *path, bool vocab_only, struct el_gguf_fault *fa
 struct llama_model *shim_model_load(const char *path, struct llama_model_params params, struct el_load_progress *progress);
 void shim_context_set_abort(struct llama_context *ctx, struct el_abort *state);
 void shim_context_memory_use(const struct llama_context *ctx, struct el_memory_use *out);
+/* Threads that wait for the next graph instead of being made for each; null where no CPU backend has any. */
+struct ggml_threadpool *shim_threads_new(int32_t n_threads, int32_t poll);
+void shim_threads_free(struct ggml_threadpool *threads);
+
 void shim_abort_raise(struct el_abort *state);
 void shim_abort_arm(struct el_abort *state, double seconds);
 void shim_abort_clear(struct el_abort *state);
