@@ -13,8 +13,8 @@ from .handle import Owned
 if TYPE_CHECKING:
     from .ffi import Library
 
-# How long threads spin for the next graph before they sleep, in 131,072 rounds: a few milliseconds, which is more
-# than lies between two steps. Spinning longer takes a core from this event loop, or from another model.
+# How long threads spin for the next graph before they sleep, in 131,072 rounds: a few milliseconds, more than
+# lies between two steps. Spinning longer takes a core from this event loop, or from another model.
 POLL = 1
 
 

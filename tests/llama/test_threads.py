@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+
 from erllama.llama import Context, ContextParams
 
 from .support import feed, prompt
