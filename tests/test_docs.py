@@ -2,8 +2,8 @@
 
 A block marked `python` is a program and runs in a process of its own. One marked `python fragment`
 stands inside an engine: it runs with `engine`, `model`, `path`, `trio` and `erllama` defined.
-Command lines in `sh` blocks must be ones that `erllama` accepts. What is marked `python client` and `sh client`
-asks a server: it runs as it is written but for the address.
+Command lines in `sh` blocks must be ones that `erllama` accepts. What is marked `python client` and
+`sh client` asks a server: it runs as it is written but for the address.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import NamedTuple
 import pytest
 import reference
 import trio
+from server.conftest import start_server, stop_server
 
 import erllama
 from erllama.cli import parser
 from erllama.engine.statistics import ActorStatistics
 from erllama.errors import Reasons
-from server.conftest import start_server, stop_server
 
 REPO = Path(__file__).resolve().parent.parent
 PAGES = sorted([REPO / "README.md", REPO / "CHANGELOG.md", *(REPO / "docs").rglob("*.md")])

@@ -45,8 +45,8 @@ class ChatOptions:
 
     `reasoning`: "auto" lets the model think where its template has it think, and keeps that apart from the
     content; "off" asks it not to; "inline" leaves it in the content. `template_kwargs` are further
-    variables of the template. `lazy_tool_grammar`: where the model may call tools, a grammar takes over when a
-    call begins; without it calls are read as they were written, unless a tool is `strict`.
+    variables of the template. `lazy_tool_grammar`: where the model may call tools, a grammar takes over when
+    a call begins; without it calls are read as they were written, unless a tool is `strict`.
     `add_generation_prompt=False` renders the messages alone.
     """
 

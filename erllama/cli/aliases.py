@@ -44,4 +44,6 @@ async def reread_aliases(
                 continue
             log.info("%d aliases read again", len(given.aliases))
             if given.model_copy(update={"aliases": running.aliases}) != running:
-                log.warning("other settings have changed too; they take effect when the server is started again")
+                log.warning(
+                    "other settings have changed too; they take effect when the server is started again"
+                )

@@ -249,16 +249,14 @@ class Generator:
         chat: Mapping[str, Any],
         generation: Mapping[str, Any] = {},
     ) -> None:
-        """Look at a request before it waits for its model; where that is there, rendering says the same at once.
+        """Look at a request before it waits for its model; if that is there, rendering says the same at once.
 
         Raises: as `Model.chat`, as far as no model is needed. Cancellation: leaves a thread to itself.
         """
         if self.pool.is_ready(spec):
             await trio.lowlevel.checkpoint()
             return
-        await trio.to_thread.run_sync(
-            self._checks.check, messages, chat, generation, abandon_on_cancel=True
-        )
+        await trio.to_thread.run_sync(self._checks.check, messages, chat, generation, abandon_on_cancel=True)
 
     @asynccontextmanager
     async def _opened(self, lease: Lease, asked: Ask) -> AsyncIterator[Answer]:

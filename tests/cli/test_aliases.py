@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import trio
 import trio.testing
+from server.scenes import until
 
 from erllama.cli.aliases import reread_aliases
 from erllama.errors import ModelNotFound
 from erllama.server.registry import ConfiguredModels
 from erllama.server.settings import make_settings
-from server.scenes import until
 
 if TYPE_CHECKING:
     from erllama.server.settings import Settings

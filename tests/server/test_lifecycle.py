@@ -158,7 +158,7 @@ async def test_counting_tokens_takes_nobodys_place(monkeypatch):
 
 
 async def test_what_the_settings_leave_open_is_what_the_guide_says():
-    """H23, H28: places for as many as there are sequences (4), a line of 100 and 30 s; the engine's is never used."""
+    """H23, H28: as many places as sequences (4), a line of 100 and 30 s; the engine's own is never used."""
     slow = partial(ScriptedChat, says="word " * 40, n_slots=4, threaded=True, step_delay_s=0.005)
     async with serving(slow) as scene:
         settings, seen = scene.service.settings, []
