@@ -2,7 +2,7 @@
 
 A block marked `python` is a program and runs in a process of its own. One marked `python fragment`
 stands inside an engine: it runs with `engine`, `model`, `path`, `trio` and `erllama` defined.
-Command lines in `sh` blocks must be ones that `erllama` accepts. What is marked `python client` or
+Command lines in `sh` blocks must be ones that `erllama` accepts. What is marked `python client` and
 `sh client` asks a server: it runs as it is written but for the address.
 """
 

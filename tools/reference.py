@@ -86,7 +86,7 @@ MEANINGS: dict[type, dict[str, str]] = {
         "tool_choice": "`auto`, `none`, `required`, or the one that must be called",
         "parallel_tool_calls": "whether one answer may have several calls, where the template can",
         "response_format": "`text`, `json_object` or `json_schema`, in the shape OpenAI gave it",
-        "lazy_tool_grammar": "a grammar takes over where a call begins; `strict` tools always have it",
+        "lazy_tool_grammar": "a grammar begins with a call that may be made; `strict` tools always have it",
         "reasoning": "`auto`: told apart; `off`: asked not to; `inline`: left in the content",
         "template_kwargs": "variables of the template",
         "add_generation_prompt": "end the prompt where the answer begins; `chat` always does",

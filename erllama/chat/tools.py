@@ -31,7 +31,7 @@ class Tools:
     """What may be called, in the shape OpenAI gave tools.
 
     `shown` is what the model reads, `enforced` what the grammar knows: schemas that it holds, and of a tool
-    that is `named` none but that. `strict`: whether one of these is held to its schema in any case.
+    that is `named` none but that. `strict`: whether one of these is held to its schema whatever happens.
     """
 
     shown: tuple[dict[str, Any], ...] = ()

@@ -240,7 +240,7 @@ class Generator:
                 self._metrics.ended(spec.name, answer.completion)
                 if answer.completion is None and answer.session_id is not None:
                     with trio.move_on_after(END_SESSION_S, shield=True):
-                        await lease.model.end_session(answer.session_id, salt=ask.salt)
+                        await lease.model.end_session(answer.session_id)
 
     async def check(
         self,
@@ -249,7 +249,7 @@ class Generator:
         chat: Mapping[str, Any],
         generation: Mapping[str, Any] = {},
     ) -> None:
-        """Look at a request before it waits for its model; where that is there, rendering says the same.
+        """Look at a request before it waits for its model; if that is there, rendering says the same at once.
 
         Raises: as `Model.chat`, as far as no model is needed. Cancellation: leaves a thread to itself.
         """
@@ -269,9 +269,7 @@ class Generator:
                     chat={**asked.chat, "lazy_tool_grammar": lease.entry.spec.table.lazy_tool_grammar},
                 )
             started, ask, n_cut = trio.current_time(), asked, 0
-            held = asked.session_id is not None and lease.model.handle.actor.holds(
-                asked.session_id, asked.salt
-            )
+            held = asked.session_id is not None and lease.model.handle.actor.holds(asked.session_id)
             watch = (self._metrics.watch_chat,)
             while True:
                 try:

@@ -83,7 +83,7 @@ def text_ask(body: TextBody, session_id: str | None) -> Ask:
 
 
 def check_format(place: str, response_format: dict[str, Any] | None) -> None:
-    """Raise `UnknownOption` for a key that a format of its type has not; its values are seen later."""
+    """Raise `UnknownOption` for a key that a format of its type has not; its values are looked at later."""
     if response_format is None:
         return
     kind = response_format.get("type")

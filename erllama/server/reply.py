@@ -151,18 +151,22 @@ class AnswerReply(Response):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_leave_with_client, receive, wire, nursery.cancel_scope)
                 nursery.start_soon(wire.watch)
-                try:
-                    if self._stream:
-                        nursery.start_soon(self._ping, wire, scope)
-                        await self._streamed(wire, scope, nursery)
-                    else:
-                        await self._whole(wire, scope, nursery)
-                except Exception as failure:
-                    await self._fail(wire, scope, failure)
-                nursery.cancel_scope.cancel()
+                # A task of its own: else each token would go up through all of the application's coroutines.
+                nursery.start_soon(self._answer, wire, scope, nursery)
         except* trio.TooSlowError:
             record.error = "slow_client"
             log.info("request %s: its client reads nothing; it is left", record.request_id)
+
+    async def _answer(self, wire: _Wire, scope: Scope, nursery: trio.Nursery) -> None:
+        try:
+            if self._stream:
+                nursery.start_soon(self._ping, wire, scope)
+                await self._streamed(wire, scope, nursery)
+            else:
+                await self._whole(wire, scope, nursery)
+        except Exception as failure:
+            await self._fail(wire, scope, failure)
+        nursery.cancel_scope.cancel()
 
     # --- as one JSON object ---
 

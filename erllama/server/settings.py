@@ -30,8 +30,8 @@ class ModelTable(_Table):
 
     `context` and `load` are fields of `ContextOptions` and `ModelOptions`; `exact`, `deterministic` as
     `load_model` takes them. `embeddings`: whether it is opened to embed; None: if its file says so.
-    `embedding_dimensions`: lengths that its vectors were trained to be cut to. `lazy_tool_grammar`:
-    as `chat` takes it.
+    `embedding_dimensions`: lengths that its vectors were trained to be cut to. `lazy_tool_grammar` as `chat`
+    takes it.
     """
 
     path: str | None = None

@@ -158,7 +158,7 @@ async def test_counting_tokens_takes_nobodys_place(monkeypatch):
 
 
 async def test_what_the_settings_leave_open_is_what_the_guide_says():
-    """H23, H28: a place for each sequence (4), a line of 100, 30 s; the engine's is never used."""
+    """H23, H28: as many places as sequences (4), a line of 100 and 30 s; the engine's own is never used."""
     slow = partial(ScriptedChat, says="word " * 40, n_slots=4, threaded=True, step_delay_s=0.005)
     async with serving(slow) as scene:
         settings, seen = scene.service.settings, []
@@ -290,7 +290,7 @@ async def test_a_shared_session_stays_with_its_first_turn(monkeypatch):
         await scene.client.post(CHAT, json=chat_body(max_tokens=1))
         model, ended = scene.entry().model, []
 
-        async def end_session(session_id, *, salt):
+        async def end_session(session_id):
             ended.append(session_id)
 
         monkeypatch.setattr(model, "end_session", end_session)
