@@ -391,8 +391,8 @@ class Actor:
     async def _probe_cold(self, seq: Sequence) -> ErllamaError | None:
         """Find out whether exact="cold" holds; why it cannot be offered, if it cannot. Nobody else runs.
 
-        Should `seq` be cancelled, the trial is aborted; who asks next has it made anew. Until its call is over
-        `seq` keeps its slot: the next call would lower the flag.
+        Should `seq` be cancelled, the trial is aborted; who asks next has it made anew. Until its call is
+        over `seq` keeps its slot: the next call would lower the flag.
         """
         log.info('%s: trying whether exact="cold" holds; this is done once', self.model_id)
         self._probing = seq

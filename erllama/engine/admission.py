@@ -396,9 +396,7 @@ class Lanes:
         if self._empty:
             return heapq.heappop(self._empty)
         waiting = sessions_waiting(self.waiting)
-        free = [
-            r for r in self.residents.values() if not self.reading[r.slot] and r.session not in waiting
-        ]
+        free = [r for r in self.residents.values() if not self.reading[r.slot] and r.session not in waiting]
         victim = min(free, key=by_worth(waiting, source), default=None)
         if victim is None or victim is source:
             return None if victim is None else victim.slot

@@ -76,9 +76,7 @@ def admitted_as(seq: RunningSequence) -> HitKind:
     return "continuation" if seq.purpose is Purpose.CONTINUE else "sticky"
 
 
-def history_of(
-    pin: Resident | None, session_id: Hashable, expected: Sequence[int] | None
-) -> list[int]:
+def history_of(pin: Resident | None, session_id: Hashable, expected: Sequence[int] | None) -> list[int]:
     """The session's whole history. Raises: `NoSession`, `TranscriptMismatch` if it is not `expected`."""
     if pin is None:
         raise NoSession(

@@ -251,7 +251,9 @@ class Generator:
             if asked.messages is not None:
                 asked = dataclasses.replace(asked, messages=await self.spoken(lease.model, asked.messages))
             started, ask, n_cut = trio.current_time(), asked, 0
-            held = asked.session_id is not None and lease.model.handle.actor.holds(asked.session_id, asked.salt)
+            held = asked.session_id is not None and lease.model.handle.actor.holds(
+                asked.session_id, asked.salt
+            )
             watch = (self._metrics.watch_chat,)
             while True:
                 try:

@@ -1,7 +1,8 @@
 """Whose cache a request uses: what separates the users of one server. Pure.
 
 A salt is a hash of an API key, or of a `prompt_cache_key` under one. Requests with different salts share no
-KV, and session ids are names within a salt, so none of them can tell from times or counts what another one has asked.
+KV, and session ids are names within a salt, so none of them can tell from times or counts what another one
+has asked.
 """
 
 from __future__ import annotations

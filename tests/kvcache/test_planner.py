@@ -158,7 +158,7 @@ def test_an_empty_base_goes_when_nothing_hangs_on_it_any_more() -> None:
 
 
 def test_an_empty_base_on_a_file_tier_is_not_evicted_from_ram() -> None:
-    """Its state is in RAM only, as where the tier had no room for it: the state goes, the base stays there."""
+    """Its state is in RAM only, as where the tier had no room for it: that goes, the base stays there."""
     model = Model()
     head = node([1])
     base, state = add(model, head, size=0), add(model, head, size=50, kind=PartKind.STATE, home=RAM)

@@ -41,8 +41,8 @@ class Budget:
     left_blocks_a_token: float | None  # those that live on when it is over
 
 
-# How many turns the actor gets while steps follow each other depends on the machine: `entries` is at its limit
-# then, and `calls` has room for them.
+# How many turns the actor gets while steps follow each other depends on the machine: `entries` is at its
+# limit then, and `calls` has room for them.
 #                           native   hops  entries  calls   kept  left
 BUDGETS = {
     ("fake", 1): Budget(None, None, 3.2, 116, None, None),
@@ -64,7 +64,7 @@ async def served(
     context = erllama.ContextOptions(n_ctx=2048, n_seq_max=n, n_threads=1, step_target_s=1000)
     policy = erllama.SavePolicy(min_tokens=64, cold_min_tokens=64)
     given = {"context": context, "policy": policy, "tier": "kv" if config else "ram"}
-    with trio.fail_after(60):
+    with trio.fail_after(240):
         async with erllama.open_engine(**config) as engine:
             if kind == "fake":
                 yield engine, await engine.load_model(backend=FakeBackend(n_slots=n), **given)

@@ -9,7 +9,7 @@ import pytest
 import trio
 
 import erllama
-from erllama import ContextOptions, EngineReset, InvalidOption, NoSession, SavePolicy, StickyBusy
+from erllama import ContextOptions, EngineReset, InvalidOption, NoSession, SavePolicy, StickyBusy, collect
 from erllama.testing import FakeBackend
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ NOTHING_SAVED = SavePolicy(min_tokens=10_000, cold_min_tokens=10_000)
 async def salted(policy: SavePolicy, **fake: object) -> AsyncIterator[Model]:
     """A model with four sequences, unless told otherwise."""
     backend = FakeBackend(**{"n_slots": 4, **fake})
-    with trio.fail_after(30):
+    with trio.fail_after(240):
         async with erllama.open_engine() as engine:
             context = ContextOptions(n_ctx=4096)
             yield await engine.load_model(backend=backend, model_id="m", context=context, policy=policy)
@@ -90,7 +90,10 @@ async def test_a_session_goes_on_under_its_own_salt_only() -> None:
 
 async def test_an_id_that_is_taken_under_one_salt_is_free_under_another() -> None:
     """Nobody is refused, ended or reset because of who has the same id under another salt."""
-    async with salted(KEPT) as model, model.stream(PROMPT, salt=b"a", session_id="s", max_tokens=500) as events:
+    async with (
+        salted(KEPT) as model,
+        model.stream(PROMPT, salt=b"a", session_id="s", max_tokens=500) as events,
+    ):
         await anext(events)
         with pytest.raises(StickyBusy):
             await ask(model, salt=b"a", session_id="s")
@@ -104,8 +107,7 @@ async def test_an_id_that_is_taken_under_one_salt_is_free_under_another() -> Non
         await anext(events)
         assert await model.reset_session("s", salt=b"a") == "recovered"
         with pytest.raises(EngineReset):
-            while True:
-                await anext(events)
+            await collect(events)
 
 
 async def test_plain_reads_see_what_has_no_salt() -> None:
