@@ -157,8 +157,8 @@ class ContextOptions:
     """How one model's context is laid out and driven.
 
     `n_ctx` is the number of tokens one request may use (None: what the model was trained for).
-    `n_ubatch`, `n_threads`, `n_threads_batch` and `prefill_chunk_size` take a value from the others
-    when None; `resolved()` fills them in.
+    `n_ubatch`, `n_threads` and `n_threads_batch` take a value from the others when None; `resolved()` fills
+    them in.
     """
 
     n_ctx: int | None = option(default=2048, check=optional(integer(1, INT32_MAX)))
@@ -183,16 +183,11 @@ class ContextOptions:
         """The same options with every derived value filled in; `n_threads` never exceeds the usable CPUs."""
         n_ubatch = min(self.n_ubatch or self.n_batch, self.n_batch)
         n_threads = min(self.n_threads or default_threads(), usable_cpus())
-        chunk = self.prefill_chunk_size
-        if chunk is None:
-            # Pieces of at least 64 rows use the same flash-attention kernel, so they give equal bits.
-            chunk = max(64, self.n_batch // 4 // 64 * 64)
         return dataclasses.replace(
             self,
             n_ubatch=n_ubatch,
             n_threads=n_threads,
             n_threads_batch=min(self.n_threads_batch or n_threads, usable_cpus()),
-            prefill_chunk_size=chunk,
         )
 
 

@@ -333,11 +333,10 @@ def test_both_spellings_are_refused(older: dict[str, bool]):
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, {"n_ubatch": 512, "prefill_chunk_size": 128}),
-        ({"n_batch": 2048}, {"n_ubatch": 2048, "prefill_chunk_size": 512}),
-        ({"n_batch": 300}, {"n_ubatch": 300, "prefill_chunk_size": 64}),
-        ({"n_batch": 700}, {"prefill_chunk_size": 128}),
-        ({"n_batch": 32}, {"n_ubatch": 32, "prefill_chunk_size": 64}),
+        ({}, {"n_ubatch": 512, "prefill_chunk_size": None}),
+        ({"n_batch": 2048}, {"n_ubatch": 2048}),
+        ({"n_batch": 300}, {"n_ubatch": 300}),
+        ({"n_batch": 32}, {"n_ubatch": 32}),
         ({"n_ubatch": 128}, {"n_ubatch": 128}),
         ({"n_ubatch": 4096}, {"n_ubatch": 512}),
         ({"prefill_chunk_size": math.inf}, {"prefill_chunk_size": math.inf}),
@@ -347,7 +346,7 @@ def test_both_spellings_are_refused(older: dict[str, bool]):
     ids=str,
 )
 def test_derived_values(given: dict[str, object], expected: dict[str, object]):
-    """M15: the ubatch never exceeds the batch; the default chunk is a quarter of it in whole pieces of 64."""
+    """M15: the ubatch never exceeds the batch; what is not derived stays."""
     resolved = ContextOptions(**given).resolved()
     assert {name: getattr(resolved, name) for name in expected} == expected
 

@@ -43,7 +43,7 @@ from .hits import HitBook
 from .model_thread import ModelThread
 from .pace import Pace
 from .parent_hint import ParentHint
-from .planner import PIECE, Limits, Share, lacks_cells, plan_step
+from .planner import PIECE, Chunks, Limits, Share, lacks_cells, plan_step
 from .recovery import Recovery
 from .resident import Resident
 from .resume import Resumer
@@ -112,6 +112,7 @@ class Actor:
         )
         # Where prefill must stop because a state exists only there and is kept.
         self._boundary = cache.policy.block_tokens if cache is not None and self._lanes.has_state else None
+        self._chunks = Chunks.of(options.prefill_chunk_size, facts.n_batch)
         self._pace = Pace()
         self._in_flight: list[Sequence] = []
         self._aborting = False
@@ -451,9 +452,9 @@ class Actor:
 
     def _make_room(self, now: float) -> Room:
         ready = self._ready()
-        chunk = self._options.prefill_chunk_size or self.facts.n_batch
-        wanted = min(sum([min(chunk, s.n_tokens - s.n_kv) for s in ready]), self.facts.n_batch)
-        n_free = self._lanes.reclaim(int(wanted))
+        most = self._chunks.alone
+        wanted = min(sum([min(most, s.n_tokens - s.n_kv) for s in ready]), self.facts.n_batch)
+        n_free = self._lanes.reclaim(wanted)
         while lacks_cells(ready, self._limit(n_free)):
             if self._lanes.is_saving:
                 self._stall(now)
@@ -490,15 +491,15 @@ class Actor:
         return True
 
     def _plan(self, room: Room) -> list[Share]:
-        chunk = self._options.prefill_chunk_size
-        chunk = self.facts.n_batch if chunk is None or chunk == math.inf else int(chunk)
         if self._lanes.runs_alone:
             piece = cold_piece(self.facts.n_batch)
             assert piece is not None
             return plan_step(room.ready, Limits.alone(self.facts.n_batch, piece))
+        squeeze = self._squeeze or self.facts.n_batch
         limits = Limits(
             n_batch=self.facts.n_batch,
-            prefill_chunk=min(chunk, self._squeeze or chunk),
+            prefill_chunk=min(self._chunks.beside, squeeze),
+            lone_chunk=min(self._chunks.alone, squeeze),
             n_cells=room.n_cells,
             prefill_budget=self._pace.prefill_budget(self._options.step_target_s),
             boundary=self._boundary,

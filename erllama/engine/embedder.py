@@ -10,7 +10,6 @@ Rule 2: vectors are handed out when all inputs of a client are done, in the orde
 from __future__ import annotations
 
 import copy
-import math
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
@@ -33,6 +32,7 @@ from erllama.errors import (
 )
 
 from .embed_plan import plan_portions
+from .planner import Chunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -215,10 +215,9 @@ class Embedder:
 
     def _n_most(self) -> int:
         """Tokens of the next call: those who generate wait for it no longer than for a prompt's piece."""
-        chunk = self._options.prefill_chunk_size
-        if chunk is None or chunk == math.inf or not self._is_generating():
+        if not self._is_generating():
             return self.facts.n_rows
-        return int(chunk)
+        return Chunks.of(self._options.prefill_chunk_size, self.facts.n_rows).beside
 
     async def _call(self) -> None:
         first = islice(self._waiting, self.facts.n_lanes)  # there may be many thousands

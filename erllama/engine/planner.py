@@ -5,7 +5,8 @@ token, a row of its own. The last token of a prompt is therefore computed exactl
 one, in cold and warm runs alike, and a sequence that is decoding is one that lacks only that row.
 
 Rule 1: everybody who decodes gets a row in every step, before any prefill.
-Rule 2: prefill shares what is left, oldest first, at most `prefill_chunk` tokens a sequence.
+Rule 2: prefill shares what is left, oldest first, at most `prefill_chunk` tokens a sequence; where nobody
+decodes, `lone_chunk`, because larger pieces are faster and no stream waits for the next token.
 Rule 3: a step never needs more cells than are free, nor more tokens than `n_batch`.
 Rule 4: no piece reaches across a multiple of `boundary`, where memory has something that only exists there.
 Rule 5: pieces end at multiples of `PIECE` where they can, because pieces of at least 64 rows use the
@@ -14,6 +15,7 @@ same attention kernel: the same cuts give the same bits.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -54,12 +56,28 @@ class Share(NamedTuple):
     sampled: bool
 
 
+class Chunks(NamedTuple):
+    """Most prompt tokens of one sequence in a step."""
+
+    beside: int  # where others decode
+    alone: int
+
+    @classmethod
+    def of(cls, configured: float | None, n_batch: int) -> Chunks:
+        """From `ContextOptions.prefill_chunk_size`: None leaves it to us, infinity means `n_batch`."""
+        if configured is None:
+            return cls(*(max(PIECE, n_batch // parts // PIECE * PIECE) for parts in (4, 2)))
+        chunk = n_batch if configured == math.inf else int(configured)
+        return cls(chunk, chunk)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """What one step may use. `n_cells` is None where each sequence has cells of its own."""
 
     n_batch: int
     prefill_chunk: int
+    lone_chunk: int
     n_cells: int | None
     prefill_budget: int  # tokens of prefill that keep the step within its time target
     boundary: int | None = None
@@ -67,7 +85,14 @@ class Limits:
     @classmethod
     def alone(cls, n_batch: int, piece: int) -> Limits:
         """For a sequence that runs alone, its prompt cut at multiples of `piece`."""
-        return cls(n_batch=n_batch, prefill_chunk=piece, n_cells=None, prefill_budget=piece, boundary=piece)
+        return cls(
+            n_batch=n_batch,
+            prefill_chunk=piece,
+            lone_chunk=piece,
+            n_cells=None,
+            prefill_budget=piece,
+            boundary=piece,
+        )
 
 
 def plan_step(ready: Sequence[Plannable], limits: Limits) -> list[Share]:
@@ -89,11 +114,15 @@ def plan_step(ready: Sequence[Plannable], limits: Limits) -> list[Share]:
     shares = [Share(s.slot, s.n_kv, 1, True) for s in decoding]
     room -= len(shares)
     filling.sort(key=BY_ARRIVAL)
-    alone = not shares and len(filling) == 1
-    budget = room if alone else min(room, max(PIECE, limits.prefill_budget))
-    can_be_whole = min(limits.n_batch - len(shares), limits.prefill_chunk) >= PIECE
+    budget = max(PIECE, limits.prefill_budget)
+    chunk = limits.prefill_chunk
+    if not shares:
+        chunk = limits.lone_chunk
+        budget = max(budget, chunk)
+    budget = min(room, budget)
+    can_be_whole = min(limits.n_batch - len(shares), chunk) >= PIECE
     for s in filling:
-        most = min(limits.prefill_chunk, budget)
+        most = min(chunk, budget)
         end = s.n_tokens - 1
         if limits.boundary is not None:
             end = min(end, s.n_kv - s.n_kv % limits.boundary + limits.boundary)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from erllama.engine.planner import PIECE, Limits, Share, lacks_cells, plan_step
+from erllama.engine.planner import PIECE, Chunks, Limits, Share, lacks_cells, plan_step
 
 
 @dataclass
@@ -25,10 +26,14 @@ class Lane:
         return self.n_kv == self.n_tokens - 1
 
 
-def limits(n_batch=512, prefill_chunk=128, n_cells=None, prefill_budget=10**9) -> Limits:
-    """Limits of a step; without arguments only the defaults of a context with n_batch 512."""
+def limits(n_batch=512, prefill_chunk=128, n_cells=None, prefill_budget=10**9, lone_chunk=None) -> Limits:
+    """Limits of a step, for a context with n_batch 512 in which all prompts are cut in the same way."""
     return Limits(
-        n_batch=n_batch, prefill_chunk=prefill_chunk, n_cells=n_cells, prefill_budget=prefill_budget
+        n_batch=n_batch,
+        prefill_chunk=prefill_chunk,
+        lone_chunk=lone_chunk or prefill_chunk,
+        n_cells=n_cells,
+        prefill_budget=prefill_budget,
     )
 
 
@@ -53,6 +58,7 @@ LIMITS = st.builds(
     prefill_chunk=st.integers(1, 600),
     n_cells=st.none() | st.integers(8, 600),
     prefill_budget=st.integers(PIECE, 2000),
+    lone_chunk=st.none() | st.integers(1, 600),
 )
 
 
@@ -63,7 +69,8 @@ def test_a_step_stays_within_its_limits(ready: list[Lane], limit: Limits):
     total = sum(s.n for s in shares)
     assert total <= limit.n_batch
     assert limit.n_cells is None or total <= limit.n_cells
-    assert all(s.sampled or s.n <= limit.prefill_chunk for s in shares)
+    chunk = limit.prefill_chunk if any(s.sampled for s in shares) else limit.lone_chunk
+    assert all(s.sampled or s.n <= chunk for s in shares)
 
 
 @given(lanes(), LIMITS)
@@ -103,7 +110,8 @@ def test_mixed_steps_hold_no_small_pieces(ready: list[Lane], limit: Limits):
     """Beside others a prompt gets no less than what reaches a multiple of 64, where limits ever allow it."""
     shares = plan_step(ready, limit)
     n_decode = sum(s.sampled for s in shares)
-    if len(shares) < 2 or min(limit.n_batch - n_decode, limit.prefill_chunk) < PIECE:
+    chunk = limit.prefill_chunk if n_decode else limit.lone_chunk
+    if len(shares) < 2 or min(limit.n_batch - n_decode, chunk) < PIECE:
         return
     if not n_decode:
         shares = [s for s in shares if s.slot != min(ready, key=lambda lane: lane.arrival).slot]
@@ -117,7 +125,7 @@ def test_mixed_steps_hold_no_small_pieces(ready: list[Lane], limit: Limits):
 def test_nobody_starves(ready: list[Lane], limit: Limits):
     """Endless decoders beside prompts: every prompt is in memory after a bounded number of steps."""
     if limit.n_cells is not None:
-        limit = limits(limit.n_batch, limit.prefill_chunk, None, limit.prefill_budget)
+        limit = replace(limit, n_cells=None)
     n_fill = sum(lane.n_tokens - 1 - lane.n_kv for lane in ready)
     for _ in range(n_fill + 1):
         if all(lane.decodes for lane in ready):
@@ -179,7 +187,7 @@ def test_an_odd_start_is_brought_to_a_multiple_of_64():
 def test_the_older_prompt_goes_first():
     """Two prompts share a budget of one piece: the older one gets it, whatever its slot."""
     ready = [Lane(0, 0, 300, 2), Lane(1, 0, 300, 1)]
-    assert plan_step(ready, limits(prefill_budget=PIECE)) == [Share(1, 0, 64, False)]
+    assert plan_step(ready, limits(prefill_chunk=64, prefill_budget=PIECE)) == [Share(1, 0, 64, False)]
 
 
 def test_the_time_target_binds_only_who_is_not_alone():
@@ -188,6 +196,33 @@ def test_the_time_target_binds_only_who_is_not_alone():
     assert plan_step([Lane(1, 0, 301, 1)], limit) == [Share(1, 0, 300, False)]
     beside = [Lane(0, 4, 5, 0), Lane(1, 0, 301, 1)]
     assert plan_step(beside, limit) == [Share(0, 4, 1, True), Share(1, 0, 64, False)]
+
+
+def test_pieces_are_larger_where_nobody_decodes():
+    """By default half a batch where nobody streams, else a quarter of it."""
+    default = Chunks.of(None, 512)
+    limit = limits(prefill_chunk=default.beside, lone_chunk=default.alone, prefill_budget=PIECE)
+    assert prefill(1000, limit) == [256] * 3 + [231]
+    assert plan_step([Lane(1, 0, 301, 1), Lane(0, 4, 5, 0)], limit)[1] == Share(1, 0, 64, False)
+    assert plan_step([Lane(1, 0, 301, 1), Lane(0, 0, 500, 0)], limit) == [Share(0, 0, 256, False)]
+
+
+@pytest.mark.parametrize(
+    ("configured", "n_batch", "beside", "alone"),
+    [
+        (None, 512, 128, 256),
+        (None, 2048, 512, 1024),
+        (None, 700, 128, 320),
+        (None, 300, 64, 128),
+        (None, 32, 64, 64),
+        (16, 512, 16, 16),
+        (1000, 512, 1000, 1000),
+        (math.inf, 512, 512, 512),
+    ],
+)
+def test_a_chunk_that_is_asked_for_holds_everywhere(configured, n_batch, beside, alone):
+    """G16: only what is left to us depends on who else runs."""
+    assert Chunks.of(configured, n_batch) == (beside, alone)
 
 
 def test_the_last_prompt_token_is_a_row_of_its_own():

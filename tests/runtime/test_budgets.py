@@ -41,8 +41,8 @@ class Budget:
     left_blocks_a_token: float | None  # those that live on when it is over
 
 
-# How many turns the actor gets while steps follow each other depends on the machine: `entries` is at its
-# limit then, and `calls` has room for them.
+# How many turns the actor gets while steps follow each other depends on the machine: `calls` has room for
+# as many as `entries` allows.
 #                           native   hops  entries  calls   kept  left
 BUDGETS = {
     ("fake", 1): Budget(None, None, 3.2, 116, None, None),
