@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -219,10 +220,12 @@ class LongTrial(FakeBackend):
     def __init__(self, **settings: object) -> None:
         super().__init__(**settings, threaded=True)
         self.trials: list[str] = []
+        self.begun = threading.Event()
 
     def probe_cold(self) -> str | None:
         """Wait for the flag, once."""
         self.trials.append("begun")
+        self.begun.set()
         if len(self.trials) == 1 and self._abort.wait(3600):
             self.trials.append("aborted")
             raise LoadCancelled("given up")
@@ -238,8 +241,7 @@ async def test_a_trial_ends_with_the_request_it_is_for(way: str, others: list[di
         async with model.stream(LONG, **COLD) as events:
             for options in others:
                 nursery.start_soon(lambda o=options: model.complete("other", **{"max_tokens": 4, **o}))
-            while not backend.trials:  # noqa: ASYNC110 - another thread writes it
-                await trio.sleep(0.001)
+            await trio.to_thread.run_sync(backend.begun.wait)
             if way == "cancels":
                 events.cancel()
                 assert (await erllama.collect(events)).finish_reason == "cancelled"
@@ -255,8 +257,7 @@ async def test_a_trial_goes_on_when_somebody_else_leaves() -> None:
     async with loaded(backend) as model:
         async with model.stream(LONG, **COLD):
             async with model.stream("other", **COLD):
-                while not backend.trials:  # noqa: ASYNC110 - another thread writes it
-                    await trio.sleep(0.001)
+                await trio.to_thread.run_sync(backend.begun.wait)
             await trio.sleep(0.05)
             assert backend.trials == ["begun"]
         await wait_idle(model)

@@ -162,14 +162,14 @@ async def test_who_leaves_ends_only_its_own(autojump_clock: trio.testing.MockClo
 async def test_a_call_that_nobody_wants_is_aborted() -> None:
     """The native call ends early, and the next one is not touched by that."""
     embedder = fake()
-    embedder.delay_s = 5
+    embedder.delay_s = 120
     backend = FakeBackend(embedder=embedder, threaded=True)
     async with serving(backend) as bench:
         with trio.move_on_after(0.05) as scope:
             await bench.handle.embedder.embed([tokens(5)])
         assert scope.cancelled_caught
         embedder.delay_s = 0
-        with trio.fail_after(2):
+        with trio.fail_after(60):
             vectors = await bench.handle.embedder.embed([tokens(6)])
         assert (vectors[0] == fake_vector(tokens(6), N_EMBD)).all()
         assert bench.handle.embedder.statistics().n_aborted_calls == 1
@@ -243,7 +243,7 @@ async def test_errors_and_odd_numbers_are_their_own() -> None:
 async def test_unloading_ends_those_who_wait() -> None:
     """`NotLoaded`, and nobody hangs."""
     embedder = fake()
-    embedder.delay_s = 5
+    embedder.delay_s = 120
     errors: list[Exception] = []
     async with serving(FakeBackend(embedder=embedder, threaded=True)) as bench:
 

@@ -13,8 +13,8 @@ from erllama.options import usable_cpus
 
 
 def wait_for(condition, what: str) -> None:
-    """Poll a condition of other threads for at most ten seconds."""
-    end = time.monotonic() + 10
+    """Poll a condition of other threads for at most a minute."""
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end, f"never: {what}"
         time.sleep(0.001)

@@ -92,7 +92,7 @@ async def warm(
 ) -> AsyncIterator[WarmBench]:
     """A warm model for the block."""
     backend = backend or Watched()
-    with trio.fail_after(60):
+    with trio.fail_after(240):
         async with open_store(ram=RamTier(max_bytes=ram_bytes)) as store, trio.open_nursery() as nursery:
             link = CacheLink(
                 store=store,

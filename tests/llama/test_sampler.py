@@ -466,9 +466,9 @@ def test_grammar_is_asked_about_one_token_only(
         sampler = chain(smollm2, temperature=0, grammar="root ::= .*", **params)
         best = math.inf
         for _ in range(5):
-            began = time.perf_counter()
+            began = time.thread_time()
             sampler.sample(context, 2)
-            best = min(best, time.perf_counter() - began)
+            best = min(best, time.thread_time() - began)
         return best
 
     assert cost() * 3 < cost(grammar_first=True)

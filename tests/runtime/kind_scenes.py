@@ -121,7 +121,7 @@ async def kept(
     **loading: object,
 ) -> AsyncIterator[Scene]:
     """A model on that tier; afterwards nothing is leased, nothing is wrong with the store."""
-    with trio.fail_after(240):
+    with trio.fail_after(600):
         async with AsyncExitStack() as outside:
             engine = await outside.enter_async_context(
                 erllama.open_engine(**tiers_of(tier, root), **(config or {}))

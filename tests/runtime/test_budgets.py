@@ -64,7 +64,7 @@ async def served(
     context = erllama.ContextOptions(n_ctx=2048, n_seq_max=n, n_threads=1, step_target_s=1000)
     policy = erllama.SavePolicy(min_tokens=64, cold_min_tokens=64)
     given = {"context": context, "policy": policy, "tier": "kv" if config else "ram"}
-    with trio.fail_after(60):
+    with trio.fail_after(240):
         async with erllama.open_engine(**config) as engine:
             if kind == "fake":
                 yield engine, await engine.load_model(backend=FakeBackend(n_slots=n), **given)

@@ -19,7 +19,10 @@ from .scenes import loaded, wait_idle
 
 
 class Moody(FakeBackend):
-    """Refuses, aborts, times out and fails by a seeded coin; its context is lost `n_losses` times at most."""
+    """Refuses, aborts, times out and fails now and then, by a seeded coin.
+
+    The context is lost `n_losses` times at most.
+    """
 
     def __init__(self, coin: random.Random, n_losses: int = 1000, **settings: object) -> None:
         super().__init__(**settings)

@@ -34,7 +34,7 @@ def template(name):
 
 async def with_model(path, work, **load):
     """Run `work(model)` on SmolLM2."""
-    with trio.fail_after(120):
+    with trio.fail_after(400):
         async with erllama.open_engine() as engine:
             await work(await engine.load_model(path, context=OPTIONS, **load))
 

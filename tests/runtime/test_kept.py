@@ -33,7 +33,7 @@ async def keeping(
 ) -> AsyncIterator[tuple[Engine, Model, FakeBackend]]:
     """An engine, a model with so many sequences, and the fake behind it."""
     backend = FakeBackend(n_slots=n_slots)
-    with trio.fail_after(60):
+    with trio.fail_after(240):
         async with erllama.open_engine(**engine_options) as engine:
             model = await engine.load_model(
                 backend=backend,

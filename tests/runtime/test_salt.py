@@ -9,7 +9,7 @@ import pytest
 import trio
 
 import erllama
-from erllama import ContextOptions, EngineReset, InvalidOption, NoSession, SavePolicy, StickyBusy
+from erllama import ContextOptions, EngineReset, InvalidOption, NoSession, SavePolicy, StickyBusy, collect
 from erllama.testing import FakeBackend
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ NOTHING_SAVED = SavePolicy(min_tokens=10_000, cold_min_tokens=10_000)
 async def salted(policy: SavePolicy, **fake: object) -> AsyncIterator[Model]:
     """A model with four sequences, unless told otherwise."""
     backend = FakeBackend(**{"n_slots": 4, **fake})
-    with trio.fail_after(30):
+    with trio.fail_after(240):
         async with erllama.open_engine() as engine:
             context = ContextOptions(n_ctx=4096)
             yield await engine.load_model(backend=backend, model_id="m", context=context, policy=policy)
@@ -107,7 +107,7 @@ async def test_an_id_that_is_taken_under_one_salt_is_free_under_another() -> Non
         await anext(events)
         assert await model.reset_session("s", salt=b"a") == "recovered"
         with pytest.raises(EngineReset):
-            await erllama.collect(events)
+            await collect(events)
 
 
 async def test_plain_reads_see_what_has_no_salt() -> None:

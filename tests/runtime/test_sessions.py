@@ -54,7 +54,7 @@ async def held(
 ) -> AsyncIterator[tuple[Model, FakeBackend]]:
     """A model with that many sequences and the fake behind it; nothing goes to the store by default."""
     backend = Greedy(n_slots=n_slots, **fake)
-    with trio.fail_after(60):
+    with trio.fail_after(240):
         async with erllama.open_engine() as engine:
             context = ContextOptions(n_ctx=4096, n_seq_max=n_slots)
             yield (

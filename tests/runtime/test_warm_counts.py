@@ -29,7 +29,7 @@ async def served(
 ) -> AsyncIterator[tuple[erllama.Engine, erllama.Model]]:
     """An engine with a fake on it."""
     backend = backend or FakeBackend(n_ctx=8192)
-    with trio.fail_after(60):
+    with trio.fail_after(240):
         async with erllama.open_engine(**config) as engine:
             model = await engine.load_model(backend=backend, model_id="fake", policy=policy, tier=tier)
             yield engine, model

@@ -48,14 +48,14 @@ class Scene:
         return next(e for e in self.pool.all_entries() if e.spec.name == name)
 
     async def wait_idle(self, name: str = "fake") -> None:
-        """Until no request is in the engine or the queue of the model; fails after 5 s."""
+        """Until no request is in the engine or the queue of the model; fails after a minute."""
         entry = self.entry(name)
         await until(lambda: not entry.n_inside and not entry.model.queue_depth())
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that nobody tells; fails after 5 s."""
-    with trio.fail_after(5):
+    """Wait for something that nobody tells; fails after a minute."""
+    with trio.fail_after(60):
         while True:
             if condition():
                 return
@@ -67,7 +67,7 @@ async def serving(
     make: Callable[[], FakeBackend] = ScriptedChat,
     names: tuple[str, ...] = ("fake",),
     *,
-    within_s: float = 30,
+    within_s: float = 120,
     engine: erllama.EngineConfig | None = None,
     **settings: Any,
 ) -> AsyncIterator[Scene]:
@@ -103,7 +103,7 @@ async def serving(
         app, config = make_app(service), listener_config(checked)
 
         (url,) = await nursery.start(partial(listen, app, config, stop=trio.sleep_forever))
-        async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=120) as client:
             scene = Scene(service, client, {}, url)
             with trio.fail_after(within_s):
                 yield scene

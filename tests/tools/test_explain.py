@@ -324,7 +324,7 @@ async def test_what_an_engine_left(tmp_path: pathlib.Path, capsys: pytest.Captur
 
     async def run(text: str) -> erllama.Completion:
         tiers = [erllama.DiskTier("kv", str(tmp_path))]
-        with trio.fail_after(60):
+        with trio.fail_after(240):
             async with erllama.open_engine(tiers=tiers) as engine:
                 model = await engine.load_model(backend=FakeBackend(n_ctx=2048), policy=policy, tier="kv")
                 return await model.complete(text, max_tokens=4)
