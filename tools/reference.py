@@ -46,8 +46,8 @@ MEANINGS: dict[type, dict[str, str]] = {
         "kv_unified": "one cache for all sequences (prefixes can be shared) instead of one each",
         "embeddings": "whether `embed` can be asked; see [embeddings](../guides/embeddings.md)",
         "pooling": "how the vectors of an input's tokens become one; None: as the model says",
-        "prefill_chunk_size": "prompt tokens of one request per step; `math.inf`: no limit; None: a quarter "
-        "of `n_batch`, a multiple of 64",
+        "prefill_chunk_size": "prompt tokens of one request per step; `math.inf`: no limit; None: half "
+        "of `n_batch` where nobody decodes, else a quarter, in multiples of 64",
         "step_target_s": "how long a step should take at most while others wait for a token",
         "decode_budget_s": "how long a step may take before it is aborted; None: chosen from measured steps, "
         "and no limit for a call that embeds; 0: no limit",
