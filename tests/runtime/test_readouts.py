@@ -38,7 +38,7 @@ class Stuck:
         assert await trio.to_thread.run_sync(self.entered.wait, 60)
 
 
-@pytest.mark.parametrize(("at_step", "phase", "n_kv"), [(1, "prefill", 0), (6, "decode", 400)])
+@pytest.mark.parametrize(("at_step", "phase", "n_kv"), [(1, "prefill", 0), (4, "decode", 400)])
 async def test_readouts_while_the_step_is_stuck(at_step: int, phase: str, n_kv: int):
     """O1: with the model's thread blocked, every read-out is right and together they take no time."""
     stuck = Stuck(at_step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +16,10 @@ from erllama.server.settings import ModelTable
 from server.scenes import chat_body, serving
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
     from pathlib import Path
+
+    from server.scenes import Scene
 
 CHAT = "/v1/chat/completions"
 GIB = 1 << 30
@@ -109,14 +112,21 @@ class Machine:
         return FreeMemory(system_bytes=(self.n - n_loaded) * self._need.total_bytes)
 
 
-async def test_the_model_unused_for_longest_makes_room(tiny_gguf) -> None:
-    """It is gone before the other is loaded; where nothing can go: 503, and nothing was loaded."""
-    file = tiny_gguf("dense")
-    names = ("a", "b", "c", "d")
+@asynccontextmanager
+async def aware_of_memory(file: Path, names: str) -> AsyncIterator[tuple[Scene, Need]]:
+    """A server that looks before it loads, models of one letter each from the same file; what one needs."""
     need = await need_of(ModelTable(), file)
     assert need is not None
-    settings = {"memory_aware_loading": True, "model_load_memory_margin": 0}
-    async with serving(names=names, models={n: {"path": str(file)} for n in names}, **settings) as scene:
+    models = {name: {"path": str(file)} for name in names}
+    async with serving(
+        names=tuple(names), models=models, memory_aware_loading=True, model_load_memory_margin=0
+    ) as scene:
+        yield scene, need
+
+
+async def test_the_model_unused_for_longest_makes_room(tiny_gguf) -> None:
+    """It is gone before the other is loaded; where nothing can go: 503, and nothing was loaded."""
+    async with aware_of_memory(tiny_gguf("dense"), "abcd") as (scene, need):
         machine = Machine(scene, need, 2)
         scene.pool._look = machine.look
 
@@ -138,12 +148,7 @@ async def test_the_model_unused_for_longest_makes_room(tiny_gguf) -> None:
 
 async def test_memory_that_is_being_freed_is_waited_for(tiny_gguf) -> None:
     """A model that is going takes its memory until it is gone: the load waits for that, and no other goes."""
-    file = tiny_gguf("dense")
-    need = await need_of(ModelTable(), file)
-    assert need is not None
-    models = {name: {"path": str(file)} for name in ("a", "b")}
-    settings = {"memory_aware_loading": True, "model_load_memory_margin": 0}
-    async with serving(names=("a", "b"), models=models, **settings) as scene:
+    async with aware_of_memory(tiny_gguf("dense"), "ab") as (scene, need):
         held = True
         scene.pool._look = lambda: FreeMemory(system_bytes=0 if held else need.total_bytes)
         held = False
@@ -177,12 +182,7 @@ async def test_memory_that_is_being_freed_is_waited_for(tiny_gguf) -> None:
 
 async def test_loads_at_once_do_not_take_the_same_room(tiny_gguf) -> None:
     """Room for one: the second is refused while the first has not taken its memory yet."""
-    file = tiny_gguf("dense")
-    need = await need_of(ModelTable(), file)
-    assert need is not None
-    models = {name: {"path": str(file)} for name in ("a", "b")}
-    settings = {"memory_aware_loading": True, "model_load_memory_margin": 0}
-    async with serving(names=("a", "b"), models=models, **settings) as scene:
+    async with aware_of_memory(tiny_gguf("dense"), "ab") as (scene, need):
         scene.pool._look = Machine(scene, need, 1).look
         scene.hold_load = trio.Event()
         statuses = {}
