@@ -127,8 +127,8 @@ struct llama_sampler *shim_thinking_new(const struct llama_vocab *vocab, const l
 
 /* Owns its parts once it has returned. A lazy grammar waits for its trigger, and does not look into thinking. */
 struct el_sampler *shim_sampling_new(int32_t n_vocab, struct llama_sampler *chain, struct llama_sampler *grammar, struct llama_sampler *thinking, bool lazy, bool grammar_first);
-/* A token that the prompt already has of what is generated: for thinking, and for the grammar if it covers it. */
 void shim_sampling_watch(struct el_sampler *sampler, const struct llama_vocab *vocab, const llama_token *triggers, int32_t n);
+/* A token that the prompt already has of what is generated: for thinking, and for the grammar if it covers it. */
 int32_t shim_sampling_prefill(struct el_sampler *sampler, int32_t token, bool with_grammar);
 int32_t shim_sampling_next(struct el_sampler *sampler, struct llama_context *ctx, int32_t i);
 int32_t shim_sampling_accept(struct el_sampler *sampler, int32_t token);
