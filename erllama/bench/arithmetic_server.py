@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import trio
 
 import erllama
+from erllama.server.metrics import Metrics
 from erllama.server.serving import serve_pool
 from erllama.server.settings import make_settings
 
@@ -28,7 +29,7 @@ async def serve(host: str, port: int) -> None:
         async def load(spec: Spec, progress: Progress) -> erllama.Model:
             return await engine.load_model(backend=make_backend(), model_id=spec.name)
 
-        await serve_pool(make_settings(values), load, stop=trio.sleep_forever)
+        await serve_pool(make_settings(values), load, metrics=Metrics(), stop=trio.sleep_forever)
 
 
 if __name__ == "__main__":

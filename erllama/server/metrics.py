@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from erllama import Completion
     from erllama.middleware import Call, Next
+    from erllama.runtime.cache import Cache
 
     from .pool import Pool
     from .record import Record
@@ -76,6 +77,10 @@ class Metrics:
     def watch(self, pool: Pool) -> None:
         """Report the pool's gauges too."""
         self._registry.register(_PoolCollector(pool))
+
+    def watch_cache(self, cache: Cache) -> None:
+        """Report the tiers of an engine's cache too."""
+        self._registry.register(_TierCollector(cache))
 
     def text(self) -> bytes:
         """All of it."""
@@ -170,6 +175,30 @@ class _PoolCollector(Collector):
             idle.add_metric(label, 0.0 if entry.n_inside else trio.current_time() - entry.last_active)
             steps.add_metric(label, entry.model.statistics().n_steps)
         yield from (loaded, running, queued, idle, steps)
+
+
+class _TierCollector(Collector):
+    """Gauges of the tiers, read at each scrape."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+
+    def collect(self) -> Iterator[Metric]:
+        """See prometheus-client."""
+        names = ["tier"]
+        on = GaugeMetricFamily(
+            "erllama_cache_tier_on", "0 while an error has it off", labels=names
+        )
+        used = GaugeMetricFamily("erllama_cache_used_bytes", "What the tier holds", labels=names)
+        most = GaugeMetricFamily("erllama_cache_max_bytes", "What it may hold", labels=names)
+        evicted = CounterMetricFamily("erllama_cache_evictions", "Parts that made room", labels=names)
+        for tier in self._cache.list_tiers():
+            label = [tier.name]
+            on.add_metric(label, float(tier.on))
+            used.add_metric(label, tier.used_bytes)
+            most.add_metric(label, tier.max_bytes)
+            evicted.add_metric(label, tier.evictions)
+        yield from (on, used, most, evicted)
 
 
 class BusyRatio:

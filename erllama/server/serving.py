@@ -46,7 +46,11 @@ async def serve(
         if settings.cache.ttl_s is not None:
             policy = dataclasses.replace(policy, ttl_s=settings.cache.ttl_s)
         load = loader(engine, tier=tier, policy=policy)
-        await serve_pool(settings, load, resolver=resolver, stop=stop, task_status=task_status)
+        metrics = Metrics()
+        metrics.watch_cache(engine.cache)
+        await serve_pool(
+            settings, load, metrics=metrics, resolver=resolver, stop=stop, task_status=task_status
+        )
 
 
 def with_signing_key(config: erllama.EngineConfig, settings: Settings) -> erllama.EngineConfig:
@@ -59,12 +63,12 @@ async def serve_pool(
     settings: Settings,
     load: Load,
     *,
+    metrics: Metrics,
     resolver: Resolver | None = None,
     stop: Callable[[], Awaitable[None]],
     task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """`serve`, with models that `load` makes."""
-    metrics = Metrics()
     pool = Pool(settings, resolver or ConfiguredModels(settings), load)
     metrics.watch(pool)
     service = Service(settings, pool, metrics)

@@ -98,6 +98,7 @@ async def serving(
 
         pool = Pool(checked, ConfiguredModels(checked), load)
         metrics.watch(pool)
+        metrics.watch_cache(opened.cache)
         service = Service(checked, pool, metrics)
         await nursery.start(pool.run)
         app, config = make_app(service), listener_config(checked)

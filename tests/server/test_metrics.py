@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import trio
 import trio.testing
 from prometheus_client.parser import text_string_to_metric_families
 
+import erllama
+from erllama.runtime.cache import Cache
 from erllama.server.metrics import BusyRatio
 from server.scenes import chat_body, serving
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
 
 CHAT = "/v1/chat/completions"
 FIRST = [{"role": "user", "content": "Hello"}]
@@ -83,3 +91,23 @@ async def test_how_busy_it_is_follows_the_work() -> None:
         total = trio.to_thread.current_default_thread_limiter().total_tokens
         assert busy.sample()["threads"] == 2 / total
         release.set()
+
+
+async def test_operators_see_the_tiers_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each holds and may hold; one that an error switched off is 0."""
+    tier = erllama.DiskTier("kv", str(tmp_path / "kv"), max_bytes=2**24)
+    kv = (("tier", "kv"),)
+    async with serving(engine=erllama.EngineConfig(tiers=[tier])) as scene:
+        found = await scraped(scene.client)
+        assert found["erllama_cache_tier_on", kv] == 1
+        assert found["erllama_cache_max_bytes", kv] == 2**24
+        assert found["erllama_cache_used_bytes", kv] == 0
+        assert found["erllama_cache_evictions_total", kv] == 0
+        assert found["erllama_cache_max_bytes", (("tier", "ram"),)] > 0
+        real = Cache.list_tiers
+        monkeypatch.setattr(
+            Cache, "list_tiers", lambda self: [dataclasses.replace(t, on=t.name != "kv") for t in real(self)]
+        )
+        found = await scraped(scene.client)
+        assert found["erllama_cache_tier_on", kv] == 0
+        assert found["erllama_cache_tier_on", (("tier", "ram"),)] == 1
