@@ -240,7 +240,7 @@ class Generator:
                 self._metrics.ended(spec.name, answer.completion)
                 if answer.completion is None and answer.session_id is not None:
                     with trio.move_on_after(END_SESSION_S, shield=True):
-                        await lease.model.end_session(answer.session_id)
+                        await lease.model.end_session(answer.session_id, salt=ask.salt)
 
     async def check(
         self,
@@ -269,7 +269,8 @@ class Generator:
                     chat={**asked.chat, "lazy_tool_grammar": lease.entry.spec.table.lazy_tool_grammar},
                 )
             started, ask, n_cut = trio.current_time(), asked, 0
-            held = asked.session_id is not None and lease.model.handle.actor.holds(asked.session_id)
+            actor = lease.model.handle.actor
+            held = asked.session_id is not None and actor.holds(asked.session_id, asked.salt)
             watch = (self._metrics.watch_chat,)
             while True:
                 try:

@@ -7,6 +7,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import trio
 import trio.testing
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,8 +19,6 @@ from server.scenes import chat_body, serving
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 CHAT = "/v1/chat/completions"
 FIRST = [{"role": "user", "content": "Hello"}]
@@ -36,11 +35,12 @@ async def scraped(client: Any) -> dict[tuple[str, tuple[tuple[str, str], ...]], 
     }
 
 
-async def test_both_ways_of_admission_and_one_chat() -> None:
+@pytest.mark.parametrize("keys", [[], ["one"]], ids=["open", "keys"])
+async def test_both_ways_of_admission_and_one_chat(keys: list[str]) -> None:
     """A turn is admitted anew, the next one of its session goes on; each chat is rendered and read once."""
-    async with serving() as scene:
+    async with serving(auth={"openai": keys}) as scene:
         for n, (messages, op) in enumerate(((FIRST, "infer"), (SECOND, "continue")), 1):
-            header = {"x-conversation-id": "me"}
+            header = {"x-conversation-id": "me", "x-api-key": "one"}
             reply = await scene.client.post(CHAT, json=chat_body() | {"messages": messages}, headers=header)
             assert reply.status_code == 200, reply.text
             found = await scraped(scene.client)
@@ -54,7 +54,7 @@ async def test_both_ways_of_admission_and_one_chat() -> None:
                 assert found[f"{chat}_bucket", (("le", "+Inf"), ("model", "fake"))] == n
                 assert 0 < found[f"{chat}_sum", (("model", "fake"),)] < 10
         reply = await scene.client.post(
-            CHAT, json=chat_body() | {"messages": FIRST}, headers={"x-conversation-id": "another"}
+            CHAT, json=chat_body() | {"messages": FIRST}, headers=header | {"x-conversation-id": "another"}
         )
         found = await scraped(scene.client)
         assert found["erllama_engine_admit_duration_seconds_count", (("op", "infer"),)] == 2
