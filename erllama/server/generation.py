@@ -244,7 +244,7 @@ class Generator:
             raise ShuttingDown("the server is ending")
 
     async def look_at(self, ask: Ask) -> None:
-        """Raises: what `answer` would without a model: `ModelNotFound`, and as `check`. Cancellation: as there."""
+        """Raises: what can be said without a model: `ModelNotFound`, as `check`. Cancellation: as there."""
         spec = self.pool.resolver.resolve(ask.model)
         await self.check(spec, ask.messages, ask.chat, ask.generation)
 

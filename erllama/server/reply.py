@@ -159,8 +159,8 @@ class AnswerReply(Response):
 
     async def _answer(self, wire: _Wire, scope: Scope, receive: Receive, nursery: trio.Nursery) -> None:
         try:
-            # Before anybody looks whether the client is there: one that has closed its sending side only reads
-            # what is wrong with its request.
+            # Before anybody looks whether the client is there: one that has only closed its sending side
+            # reads what is wrong with its request.
             await self._generator.look_at(self._ask)
             nursery.start_soon(_leave_with_client, receive, wire, record_of(scope), nursery.cancel_scope)
             if self._stream:

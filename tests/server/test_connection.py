@@ -110,7 +110,7 @@ async def test_the_log_tells_that_a_client_left(caplog: pytest.LogCaptureFixture
                 if route == CHAT:
                     await until(lambda: scene.entry().n_running == 1)
                 nursery.cancel_scope.cancel()
-            await until(lambda: any(route in record.getMessage() for record in caplog.records))
+            await until(lambda path=route: any(path in record.getMessage() for record in caplog.records))
             assert caplog.records[-1].getMessage().endswith("error=client_left")
 
 
