@@ -33,7 +33,7 @@ class ComputeThreads:
         return f"<ComputeThreads {sorted(self._pools)}>"
 
     def provide(self, context_ptr: Any, n_single: int, n_batch: int) -> None:
-        """Exactly so many threads for single rows and for more, from the next graph on. Thread: the context's.
+        """Exactly so many threads for single rows and for more. Thread: the context's.
 
         All pools stay until the context is freed: ggml looks at one once more when another takes over.
         """
