@@ -16,6 +16,7 @@ import trio
 from runtime.chat_scenes import ScriptedChat
 
 import erllama
+from erllama.server.metrics import Metrics
 from erllama.server.serving import serve_pool
 from erllama.server.settings import LimitsTable, make_settings
 from server.scenes import chat_body, serving, sse_events
@@ -99,7 +100,7 @@ async def test_a_call_of_the_engine_that_does_not_return_is_given_up() -> None:
     """504 after its limit; its place is free, and when the engine is back others are served."""
     backend = Wedged()
     backend.may_go.set()
-    async with serving(lambda: backend, limits={"engine_call_s": 0.2}) as scene:
+    async with serving(lambda: backend, limits={"engine_call_s": 1.5}) as scene:
         assert (await scene.client.post(CHAT, json=chat_body())).status_code == 200
         backend.may_go.clear()
         began = trio.current_time()
@@ -132,7 +133,9 @@ async def test_who_still_answers_at_the_end_has_the_time_to_drain() -> None:
         async def load(spec: Any, progress: Any) -> erllama.Model:
             return await engine.load_model(backend=SLOW(), model_id=spec.name)
 
-        (url,) = await nursery.start(partial(serve_pool, make_settings(values), load, stop=stop.wait))
+        (url,) = await nursery.start(
+            partial(serve_pool, make_settings(values), load, metrics=Metrics(), stop=stop.wait)
+        )
         async with httpx.AsyncClient(base_url=url) as client:
 
             async def ask() -> None:
