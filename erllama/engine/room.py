@@ -68,8 +68,8 @@ class Room:
 
     @property
     def lone_chunk(self) -> int:
-        """For a prompt where nobody decodes. If others wait for its beginning, and their memory takes that whole
-        or not at all, it should not be far beyond at once."""
+        """For a prompt where nobody decodes; not to jump far beyond what others wait for, where they take a
+        beginning whole or not at all."""
         is_followed = bool(self._following) and not self._cuttable
         return self.chunks.beside if is_followed else self.chunks.alone
 
