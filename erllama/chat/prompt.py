@@ -318,7 +318,11 @@ def _check_supported(
 ) -> None:
     """What a template passes over in silence is refused: the caller would wait for an effect."""
     if tools.enforced and not _can_call(template, applied, tools):
-        raise NotSupported("this model's chat template has no way to call tools", detail="tools")
+        raise NotSupported(
+            "this model's chat template has no way to call tools; load the model with one that has: "
+            "--chat-template FILE, `chat_template_file` in a server's file, or load_model(chat_template=…)",
+            detail="tools",
+        )
     has_calls = any(message.get("tool_calls") for message in messages)
     if has_calls and not template.renders_calls:
         if not template.renders_tools:

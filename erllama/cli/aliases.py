@@ -42,6 +42,9 @@ async def reread_aliases(
             except ErllamaError as why:
                 log.error("the aliases stay as they are: %s", why)
                 continue
+            except Exception:  # a mistake in a file must not end a server that runs
+                log.exception("the aliases stay as they are")
+                continue
             log.info("%d aliases read again", len(given.aliases))
             if given.model_copy(update={"aliases": running.aliases}) != running:
                 log.warning(

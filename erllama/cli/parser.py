@@ -270,6 +270,11 @@ def _add_serve(choices: Any) -> Parser:
         metavar="N",
         help="requests that models given with -m answer at once (default: 4)",
     )
+    add(
+        "--chat-template",
+        metavar="FILE",
+        help="a Jinja template instead of their own, for models given with -m",
+    )
     add("--quiet", action="store_true", help="no line for each request")
 
     kept = parser.add_argument_group("cache", "What is kept between runs, see docs/guides/caching.md.")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import stat
 import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,6 +14,7 @@ import trio
 
 import erllama
 from erllama.errors import InvalidConfig, MissingConfig
+from erllama.llama.backend import build_info
 
 from .aliases import reread_aliases
 from .kept import POLICY, SAVE_S, TIER, kept_tiers
@@ -27,10 +30,14 @@ MAX_BODY_BYTES = 256 << 20  # a whole repository fits; the library's own default
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Serve until Ctrl-C or SIGTERM. Raises: `MissingConfig`, `InvalidConfig`, before anything is loaded."""
+    """Serve until Ctrl-C or SIGTERM.
+
+    Raises: `MissingConfig`, `InvalidConfig`, `NativeLibraryError`, before it listens.
+    """
     settings = settings_of(arguments)
     tiers = [] if arguments.no_cache else kept_tiers(arguments.kv_dir, arguments.kv_max)
     config = erllama.EngineConfig(tiers=tiers, evict_save_timeout_s=SAVE_S)
+    build_info()  # models are loaded when they are asked for: a build that is missing is told now
     _log_to_stderr(quiet=arguments.quiet)
     with show_warnings():
         try:
@@ -42,8 +49,8 @@ def run(arguments: argparse.Namespace) -> None:
 def settings_of(arguments: argparse.Namespace) -> Settings:
     """From the file and the arguments, which win. Raises: `MissingConfig`, `InvalidConfig`."""
     try:
-        from erllama.server.registry import table_from_argument
-        from erllama.server.settings import make_settings, read_file, table_of
+        from erllama.server.registry import DEFAULT_NAME, table_from_argument
+        from erllama.server.settings import home_expanded, make_settings, read_file, table_of
     except ModuleNotFoundError as why:
         if (why.name or "").partition(".")[0] not in EXTRA:
             raise
@@ -54,21 +61,25 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     limits = {"max_request_body_bytes": MAX_BODY_BYTES, **table_of(values, "limits")}
     listen = table_of(values, "listen") | _given(arguments, "host", "port")
     context = _given(arguments, "n_ctx", "n_seq_max")
+    template = arguments.chat_template
+    more = {} if template is None else {"chat_template_file": str(home_expanded(template))}
     models = table_of(values, "models")
-    if context and models and not arguments.model:
+    if (context or more) and models and not arguments.model:
         raise InvalidConfig(
-            "--n-ctx and --n-seq-max are of models given with -m; those of the file have a `context` there",
-            detail={"key": "context"},
+            "--n-ctx, --n-seq-max and --chat-template are of models given with -m; those of the file have a "
+            "`context` and a `chat_template_file` there",
+            detail={"key": "context" if context else "chat_template_file"},
         )
     for name, table in map(table_from_argument, arguments.model or ()):
         own = table_of(models, name, "models.")
         models[name] = {
             **own,
+            **more,
             "path": table.path,
             "context": table_of(own, "context", f"models.{name}.") | context,
         }
-    if context and not models:
-        models["smollm2"] = {"context": context}
+    if (context or more) and not models:
+        models[DEFAULT_NAME] = {"context": context, **more}
     settings = make_settings({**values, "limits": limits, "listen": listen, "models": models})
     _check_files(settings)
     return settings
@@ -80,14 +91,21 @@ def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 def _check_files(settings: Settings) -> None:
     """A wrong path is told now, not to the first client."""
-    from pathlib import Path
-
     for name, table in settings.models.items():
         for path in (table.path, table.chat_template_file):
-            if path is not None and not Path(path).is_file():
-                raise InvalidConfig(
-                    f"models.{name}: there is no file {path}", detail={"key": f"models.{name}"}
-                )
+            if path is not None and (why := _why_no_file(path)):
+                raise InvalidConfig(f"models.{name}: {why}", detail={"key": f"models.{name}"})
+
+
+def _why_no_file(path: str) -> str | None:
+    """What is wrong with the path of a file; None if nothing is."""
+    try:
+        is_file = stat.S_ISREG(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        is_file = False
+    except (OSError, ValueError) as why:  # a name too long, a folder that may not be read, a zero byte
+        return f"cannot look at {path[:256]}: {why.strerror if isinstance(why, OSError) else why}"
+    return None if is_file else f"there is no file {path}"
 
 
 async def _serve(
@@ -117,6 +135,7 @@ async def _serve(
 
         (address,) = await nursery.start(run)
         print(f"erllama serves on {address}", flush=True)
+        print(f"models: {', '.join(spec.name for spec in models.specs())}", flush=True)
 
 
 async def _wait_for_signal(asked_to_end: trio.Event, *, task_status: trio.TaskStatus[None]) -> None:

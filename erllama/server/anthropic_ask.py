@@ -125,7 +125,10 @@ def _choice(choice: ToolChoice | None) -> str | dict[str, Any] | None:
 
 
 def _format(body: CountBody) -> dict[str, Any] | None:
-    found = (body.output_config and body.output_config.format) or body.output_format
+    new = None if body.output_config is None else body.output_config.format
+    if new is not None and body.output_format is not None:
+        raise refuse("output_format", "it is output_config.format under an older name; send one of them")
+    found = body.output_format if new is None else new
     if found is None:
         return None
     if found.get("type") != "json_schema":

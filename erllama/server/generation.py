@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -13,14 +13,21 @@ from weakref import WeakKeyDictionary
 import trio
 
 from erllama import Done, Thinking, ThinkingEnd, Token, TokenId, ToolCallDelta
-from erllama.errors import ContextOverflow, EngineUnresponsive, InvalidContent, NotSupported, StickyBusy
+from erllama.errors import (
+    ContextOverflow,
+    EngineUnresponsive,
+    InvalidContent,
+    NotSupported,
+    ShuttingDown,
+    StickyBusy,
+)
 from erllama.runtime.checking import RequestChecks
 
 from .fit import without_oldest
 from .late_system import PROBE, is_taken, needs_care, with_reminders
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from erllama import Completion, Event, Model
@@ -215,6 +222,8 @@ class Generator:
         self.settings = settings
         self._metrics = metrics
         self._checks = RequestChecks()
+        self._scopes: set[trio.CancelScope] = set()  # of answers in flight
+        self._is_ending = False
         self._takes_late: WeakKeyDictionary[Model, bool] = WeakKeyDictionary()
 
     @asynccontextmanager
@@ -223,12 +232,43 @@ class Generator:
     ) -> AsyncIterator[Answer]:
         """The answer, for the block. Leaving it early ends the request wherever it is, and its session.
 
-        Raises: `ModelNotFound`, `QueueFull`, `QueueTimeout`, what loading raises, as `Model.chat` (what can
-        be seen without a model: before a load), and `EngineUnresponsive` when a limit of time ends it.
-        Cancellation: as leaving the block.
+        It was looked at before. Raises: `ModelNotFound`, `QueueFull`, `QueueTimeout`, what loading raises, as
+        `Model.chat`, `EngineUnresponsive` when a limit of time ends it, and `ShuttingDown` after
+        `end_answers`. Cancellation: as leaving the block.
         """
         spec = self.pool.resolver.resolve(ask.model)
+        with self._until_the_end() as scope:
+            async with self._leased(spec, ask, on_loading) as answer:
+                yield answer
+        if scope.cancelled_caught:
+            raise ShuttingDown("the server is ending")
+
+    async def look_at(self, ask: Ask) -> None:
+        """Raises: what can be said without a model: `ModelNotFound`, as `check`. Cancellation: as there."""
+        spec = self.pool.resolver.resolve(ask.model)
         await self.check(spec, ask.messages, ask.chat, ask.generation)
+
+    def end_answers(self) -> None:
+        """End all answers in flight, and those that come, with `ShuttingDown`."""
+        self._is_ending = True
+        for scope in self._scopes:
+            scope.cancel()
+
+    @contextmanager
+    def _until_the_end(self) -> Iterator[trio.CancelScope]:
+        with trio.CancelScope() as scope:
+            self._scopes.add(scope)
+            if self._is_ending:
+                scope.cancel()
+            try:
+                yield scope
+            finally:
+                self._scopes.discard(scope)
+
+    @asynccontextmanager
+    async def _leased(
+        self, spec: Spec, ask: Ask, on_loading: Callable[[Loading], None]
+    ) -> AsyncIterator[Answer]:
         async with (
             self.pool.lease(spec, keep_alive_s=ask.keep_alive_s, on_loading=on_loading) as lease,
             self._opened(lease, ask) as answer,
@@ -240,7 +280,7 @@ class Generator:
                 self._metrics.ended(spec.name, answer.completion)
                 if answer.completion is None and answer.session_id is not None:
                     with trio.move_on_after(END_SESSION_S, shield=True):
-                        await lease.model.end_session(answer.session_id)
+                        await lease.model.end_session(answer.session_id, salt=ask.salt)
 
     async def check(
         self,
@@ -269,7 +309,8 @@ class Generator:
                     chat={**asked.chat, "lazy_tool_grammar": lease.entry.spec.table.lazy_tool_grammar},
                 )
             started, ask, n_cut = trio.current_time(), asked, 0
-            held = asked.session_id is not None and lease.model.handle.actor.holds(asked.session_id)
+            actor = lease.model.handle.actor
+            held = asked.session_id is not None and actor.holds(asked.session_id, asked.salt)
             watch = (self._metrics.watch_chat,)
             while True:
                 try:

@@ -178,7 +178,7 @@ class _PoolCollector(Collector):
 
 
 class _TierCollector(Collector):
-    """Gauges of the tiers, read at each scrape."""
+    """Gauges of the tiers, and what was not saved, read at each scrape."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
@@ -197,6 +197,16 @@ class _TierCollector(Collector):
             most.add_metric(label, tier.max_bytes)
             evicted.add_metric(label, tier.evictions)
         yield from (on, used, most, evicted)
+        counters = self._cache.counters()
+        refused = CounterMetricFamily("erllama_cache_refusals", "Saves not taken", labels=["reason"])
+        for reason, n in counters.refusals.items():
+            refused.add_metric([reason], n)
+        yield refused
+        yield CounterMetricFamily(
+            "erllama_cache_tier_failures",
+            "Times that an error switched a tier off",
+            value=counters.tier_failures,
+        )
 
 
 class BusyRatio:

@@ -39,7 +39,6 @@ def responses_ask(
         raise refuse("background", "responses are computed while their client waits")
     check_count("input", body.input if isinstance(body.input, list) else None, limits.max_messages)
     check_count("tools", body.tools, limits.max_tools)
-    check_format("response_format", body.response_format)
     said = [*threads.get(body.previous_response_id, salt), *messages_of(body.input)]
     check_count("input", said, limits.max_messages)
     head = [{"role": "system", "content": body.instructions}] if body.instructions else []
@@ -50,7 +49,7 @@ def responses_ask(
             tools=[_tool(tool) for tool in body.tools or ()],
             tool_choice=_choice(body.tool_choice),
             parallel=body.parallel_tool_calls,
-            response_format=body.response_format or _format(body.text),
+            response_format=_format(body),
             effort=None if body.reasoning is None else body.reasoning.effort,
         ),
         generation=given(
@@ -91,9 +90,14 @@ def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     return choice
 
 
-def _format(text: ResponsesText | None) -> dict[str, Any] | None:
-    """`text.format`, whose schema is not nested. Raises: `UnknownOption`."""
-    found = None if text is None else text.format
+def _format(body: ResponsesBody) -> dict[str, Any] | None:
+    """`response_format`, or `text.format`, whose schema is not nested. Raises: `InvalidOption`."""
+    check_format("response_format", body.response_format)
+    found = None if body.text is None else body.text.format
+    if body.response_format is not None:
+        if found is not None:
+            raise refuse("response_format", "it is text.format as chats write it; send one of them")
+        return body.response_format
     if found is not None and found.get("type") == "json_schema" and "json_schema" not in found:
         check_keys("text.format", found, {"type", *SCHEMA_KEYS})
         return {"type": "json_schema", "json_schema": {"schema": found.get("schema")}}

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import trio
 from starlette.responses import Response
 
+from .record import CLIENT_LEFT, record_of
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
@@ -25,6 +27,7 @@ async def while_present(request: Request, work: Callable[[], Awaitable[Response]
         async def watch() -> None:
             while (await request.receive())["type"] != "http.disconnect":
                 await trio.lowlevel.checkpoint()
+            record_of(request.scope).error = CLIENT_LEFT
             nursery.cancel_scope.cancel()
 
         nursery.start_soon(watch)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .failures import Surface
 
 KEY = "erllama.record"
+CLIENT_LEFT = "client_left"  # the error of a request that nobody waits for any more
 
 
 @dataclass(slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from erllama import models
 from erllama.errors import InvalidConfig, ModelNotFound
 
-from .settings import ModelTable, check_name
+from .settings import ModelTable, check_name, home_expanded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -76,8 +76,10 @@ class ConfiguredModels:
         self.set_aliases(settings.aliases)
 
     def set_aliases(self, aliases: Mapping[str, str]) -> None:
-        """Replace the aliases at once. Raises: `InvalidConfig` for one that leads nowhere."""
+        """Replace the aliases at once. Raises: `InvalidConfig` for one that leads nowhere, or is a model."""
         for alias, name in aliases.items():
+            if alias in self._specs:
+                raise InvalidConfig(f"aliases.{alias}: a model has this name")
             if name not in self._specs:
                 raise InvalidConfig(f"aliases.{alias}={name!r}: there is no such model")
         self._aliases = dict(aliases)
@@ -106,4 +108,4 @@ def table_from_argument(text: str) -> tuple[str, ModelTable]:
         name, path = Path(text).stem, text
     if not path:
         raise InvalidConfig(f"{text!r}: expected NAME=PATH or PATH of a GGUF file")
-    return check_name(name), ModelTable(path=str(Path(path).expanduser()))
+    return check_name(name), ModelTable(path=str(home_expanded(path)))

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from erllama import Done
 
 from .failures import as_error, body_of, headers_of, status_of
-from .record import cache_note, record_of
+from .record import CLIENT_LEFT, cache_note, record_of
 from .stable import stable_messages
 from .tenants import of_tenant
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from .generation import Answer, Ask, Generator
     from .pool import Loading
+    from .record import Record
 
 log = logging.getLogger("erllama.server")
 LOAD_NEWS_S = 2.0
@@ -149,16 +150,19 @@ class AnswerReply(Response):
         wire = _Wire(send, self._limits.slow_client_s)
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(_leave_with_client, receive, wire, nursery.cancel_scope)
                 nursery.start_soon(wire.watch)
                 # A task of its own: else each token would go up through all of the application's coroutines.
-                nursery.start_soon(self._answer, wire, scope, nursery)
+                nursery.start_soon(self._answer, wire, scope, receive, nursery)
         except* trio.TooSlowError:
             record.error = "slow_client"
             log.info("request %s: its client reads nothing; it is left", record.request_id)
 
-    async def _answer(self, wire: _Wire, scope: Scope, nursery: trio.Nursery) -> None:
+    async def _answer(self, wire: _Wire, scope: Scope, receive: Receive, nursery: trio.Nursery) -> None:
         try:
+            # Before anybody looks whether the client is there: one that has only closed its sending side
+            # reads what is wrong with its request.
+            await self._generator.look_at(self._ask)
+            nursery.start_soon(_leave_with_client, receive, wire, record_of(scope), nursery.cancel_scope)
             if self._stream:
                 nursery.start_soon(self._ping, wire, scope)
                 await self._streamed(wire, scope, nursery)
@@ -277,9 +281,10 @@ async def _write(wire: _Wire, data: bytes) -> None:
         await wire.write(data)
 
 
-async def _leave_with_client(receive: Receive, wire: _Wire, scope: trio.CancelScope) -> None:
+async def _leave_with_client(receive: Receive, wire: _Wire, record: Record, scope: trio.CancelScope) -> None:
     """Cancel when the client is gone; the last bytes are not cut off, for the connection ends with them."""
     while (await receive())["type"] != "http.disconnect":
         pass
     if not wire.is_ending:
+        record.error = CLIENT_LEFT
         scope.cancel()

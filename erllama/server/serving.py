@@ -81,6 +81,7 @@ async def serve_pool(
             log.info("ending; %g s for answers in flight", settings.limits.drain_s)
             with trio.move_on_after(settings.limits.drain_s):
                 await pool.wait_unused()
+            service.generator.end_answers()  # their clients are told while connections have their last second
 
         await listen(make_app(service), listener_config(settings), stop=stopped, task_status=task_status)
         nursery.cancel_scope.cancel()

@@ -182,18 +182,28 @@ def read_file(path: str) -> dict[str, Any]:
 
     Raises: `MissingConfig`, `InvalidConfig`.
     """
-    file = Path(path).expanduser()
+    file = home_expanded(path)
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as why:
         raise MissingConfig(f"cannot read {path}: {why.strerror}", detail={"path": path}) from None
     except ValueError as why:  # not UTF-8, not TOML
         raise InvalidConfig(f"{path} is not TOML: {why}", detail={"path": path}) from None
+    except RecursionError:
+        raise InvalidConfig(f"{path} is nested too deeply", detail={"path": path}) from None
     for table in table_of(values, "models").values():
         for key in ("path", "chat_template_file"):
             if isinstance(table, dict) and isinstance(table.get(key), str):
-                table[key] = str(file.parent / Path(table[key]).expanduser())
+                table[key] = str(file.parent / home_expanded(table[key]))
     return values
+
+
+def home_expanded(path: str) -> Path:
+    """A path whose `~` or `~user` is a home folder. Raises: `InvalidConfig` where there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as why:
+        raise InvalidConfig(f"{path}: {why}", detail={"path": path}) from None
 
 
 def table_of(values: Mapping[str, Any], key: str, under: str = "") -> dict[str, Any]:

@@ -34,6 +34,7 @@ async def test_wrong_files_change_nothing(caplog: pytest.LogCaptureFixture) -> N
     files: list[dict[str, Any]] = [
         {"aliases": {"fast": "nobody"}},
         {"aliases": {"a": "b"}},
+        {"aliases": {"b": "a"}, "models": {"a": MODELS["a"]}},  # gone from the file, but it still runs
         {"aliases": {"fast": "b"}, "keep_alive_s": 7.0},
         {"aliases": {}},
     ]
@@ -54,10 +55,11 @@ async def test_wrong_files_change_nothing(caplog: pytest.LogCaptureFixture) -> N
     caplog.set_level("INFO", "erllama.server")
     async with trio.open_nursery() as nursery:
         await nursery.start(reread_aliases, models, running, read)
-        for complaint in ("no such model", "a model has this name"):
+        for complaint in ("no such model", "a model has this name", "a model has this name"):
             await hang_up()
             assert complaint in caplog.records[-1].getMessage()
             assert models.resolve("fast").name == "a"
+            assert models.resolve("b").name == "b"
         await hang_up()
         assert models.resolve("fast").name == "b"
         assert "take effect when the server is started again" in caplog.records[-1].getMessage()
@@ -65,4 +67,27 @@ async def test_wrong_files_change_nothing(caplog: pytest.LogCaptureFixture) -> N
         assert caplog.records[-1].getMessage() == "0 aliases read again"
         with pytest.raises(ModelNotFound):
             models.resolve("fast")
+        nursery.cancel_scope.cancel()
+
+
+async def test_no_file_ends_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever comes of reading is logged, and the next signal is heard."""
+    running = settings({"fast": "a"})
+    models = ConfiguredModels(running)
+    found: list[Settings | Exception] = [RuntimeError("no home"), settings({"fast": "b"})]
+
+    def read() -> Settings:
+        given = found.pop(0)
+        if isinstance(given, Exception):
+            raise given
+        return given
+
+    caplog.set_level("INFO", "erllama.server")
+    async with trio.open_nursery() as nursery:
+        await nursery.start(reread_aliases, models, running, read)
+        os.kill(os.getpid(), signal.SIGHUP)
+        await until(lambda: any(record.exc_info for record in caplog.records))
+        assert models.resolve("fast").name == "a"
+        os.kill(os.getpid(), signal.SIGHUP)
+        await until(lambda: models.resolve("fast").name == "b")
         nursery.cancel_scope.cancel()

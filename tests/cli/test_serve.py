@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from erllama.cli import serve
 from erllama.cli.parser import parse
 from erllama.cli.serve import settings_of
-from erllama.errors import InvalidConfig
+from erllama.errors import InvalidConfig, NativeLibraryError
 
 pytest.importorskip("pydantic")
 
@@ -62,3 +63,68 @@ def test_a_value_where_a_table_belongs_is_told(settings, text, key):
     with pytest.raises(InvalidConfig, match="table") as caught:
         settings(text, "-m", "q=DIR/b.gguf")
     assert caught.value.detail == {"key": key}
+
+
+DEEP = "x = " + "[" * 5000 + "]" * 5000
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('[models.q]\npath = "~nosuchuser/a.gguf"\n', "nosuchuser"),
+        ('[models.q]\nchat_template_file = "~nosuchuser/a"\n', "nosuchuser"),
+        (f'[models.q]\npath = "{"a" * 5000}"\n', "too long"),
+        ('[models.q]\npath = "a\\u0000b"\n', "null"),
+        ('[models.q]\npath = "a.gguf/b"\n', "no file"),
+        (DEEP, "deep"),
+    ],
+    ids=["home", "home of a template", "long", "zero byte", "below a file", "deep"],
+)
+def test_a_file_that_leads_nowhere_is_told(settings, text, complaint):
+    """In one line, at the start and after SIGHUP alike."""
+    with pytest.raises(InvalidConfig, match=complaint):
+        settings(text)
+
+
+def test_a_home_that_is_not_there_is_told():
+    """Also of the file itself, and of an argument."""
+    for arguments in (["--config", "~nosuchuser/erllama.toml"], ["-m", "q=~nosuchuser/a.gguf"]):
+        with pytest.raises(InvalidConfig, match="nosuchuser"):
+            settings_of(parse(["serve", *arguments]))
+
+
+def test_a_folder_that_may_not_be_read_is_told(settings, monkeypatch):
+    """Not as a traceback; root may read everything, so the refusal is made here."""
+
+    def refused(path, **_):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr("erllama.cli.serve.os.stat", refused)
+    with pytest.raises(InvalidConfig, match=r"models\.q: .*Permission denied"):
+        settings(FILE)
+
+
+def test_a_build_that_is_missing_is_told_at_the_start(erllama_command, monkeypatch):
+    """As by the other commands, and not to the first client."""
+
+    def missing():
+        raise NativeLibraryError("not built; run: python build_libllama.py")
+
+    monkeypatch.setattr(serve, "build_info", missing)
+    said = erllama_command("serve", "--port", "0")
+    assert (said.status, said.out) == (1, "")
+    assert said.err == "erllama: not built; run: python build_libllama.py [native_library]\n"
+
+
+def test_a_template_is_of_models_given_with_it(settings, tmp_path):
+    """Or of the default model; not of the file's, and it has to be there."""
+    (tmp_path / "t.jinja").touch()
+    template = ("--chat-template", "DIR/t.jinja")
+    made = settings(FILE, "-m", "new=DIR/b.gguf", *template).models
+    assert made["new"].chat_template_file == str(tmp_path / "t.jinja")
+    assert made["q"].chat_template_file is None
+    assert settings("", *template).models["smollm2"].chat_template_file == str(tmp_path / "t.jinja")
+    with pytest.raises(InvalidConfig, match="chat_template_file"):
+        settings(FILE, *template)
+    with pytest.raises(InvalidConfig, match="no file"):
+        settings("", "--chat-template", "DIR/none")

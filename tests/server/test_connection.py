@@ -61,7 +61,7 @@ async def test_who_ends_its_side_has_left(stream: bool) -> None:
         client = await connect(scene.url, chat_body(stream=stream, max_tokens=2000))
         await until(lambda: bool(scene.pool.all_entries()) and scene.entry().n_running == 1)
         await client.send_eof()
-        with trio.fail_after(2):  # the whole answer takes 20 s
+        with trio.fail_after(10):  # the whole answer takes 20 s
             data = await read_all(client)
             await scene.wait_idle()
         assert b"[DONE]" not in data
@@ -78,6 +78,40 @@ async def test_what_no_model_answers_is_told_also_to_who_ends_its_side() -> None
             await client.send_eof()
             with trio.fail_after(5):
                 assert (await read_all(client)).startswith(b"HTTP/1.1 %d" % status)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_is_wrong_with_a_request_is_told_also_to_who_ends_its_side(stream: bool) -> None:
+    """What needs no model to be seen: the name of the model, and what `check` looks at in a thread."""
+    async with serving() as scene:
+        for wrong, status in (({"model": "nobody"}, 404), ({"tool_choice": "bogus"}, 400)):
+            client = await connect(scene.url, chat_body(stream=stream) | wrong)
+            await client.send_eof()
+            with trio.fail_after(10):
+                assert (await read_all(client)).startswith(b"HTTP/1.1 %d" % status)
+        assert scene.loads == []
+
+
+async def test_the_log_tells_that_a_client_left(caplog: pytest.LogCaptureFixture) -> None:
+    """In the middle of an answer, and while a model is loaded for it."""
+    slow = partial(ScriptedChat, says="word " * 400, threaded=True, step_delay_s=0.01)
+    caplog.set_level("INFO", "erllama.access")
+    async with serving(slow) as scene:
+        for route, body in (
+            (CHAT, chat_body(stream=True, max_tokens=2000)),
+            ("/api/generate", {"model": "fake"}),
+        ):
+            scene.hold_load = trio.Event() if route != CHAT else None
+            await scene.pool.let_go(scene.pool.resolver.resolve("fake"))
+            n_loads = len(scene.loads)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(partial(scene.client.post, route, json=body))
+                await until(lambda n=n_loads: len(scene.loads) > n)
+                if route == CHAT:
+                    await until(lambda: scene.entry().n_running == 1)
+                nursery.cancel_scope.cancel()
+            await until(lambda path=route: any(path in record.getMessage() for record in caplog.records))
+            assert caplog.records[-1].getMessage().endswith("error=client_left")
 
 
 async def test_what_a_full_socket_does_not_take_comes_later() -> None:

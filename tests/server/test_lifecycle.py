@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from typing import Any
 
 import httpx
 import pytest
@@ -290,7 +291,7 @@ async def test_a_shared_session_stays_with_its_first_turn(monkeypatch):
         await scene.client.post(CHAT, json=chat_body(max_tokens=1))
         model, ended = scene.entry().model, []
 
-        async def end_session(session_id):
+        async def end_session(session_id, *, salt):
             ended.append(session_id)
 
         monkeypatch.setattr(model, "end_session", end_session)
@@ -566,3 +567,44 @@ async def test_a_slow_admission_is_logged(caplog, monkeypatch):
         assert [r.getMessage() for r in caplog.records if "handing a request to fake" in r.getMessage()]
         text = (await scene.client.get("/metrics")).text
         assert 'erllama_engine_admit_duration_seconds_count{op="infer"} 1.0' in text
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "told"),
+    [
+        ("/v1/chat/completions", {"stream": True}, '"code":"shutting_down"'),
+        ("/v1/responses", {"stream": True}, "event: response.failed"),
+        ("/v1/messages", {"stream": True, "max_tokens": 900}, "event: error"),
+        ("/api/chat", {}, '"reason":"shutting_down"'),
+        ("/v1/chat/completions", {"stream": False}, '"code":"shutting_down"'),
+    ],
+)
+async def test_an_answer_that_the_end_cuts_off_says_so(
+    path: str, more: dict[str, Any], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """When there is no more time for it: its dialect's error, and the log has it; nothing runs on."""
+    caplog.set_level("INFO", "erllama.access")
+    slow = partial(ScriptedChat, says="word " * 400, threaded=True, step_delay_s=0.01)
+    body = chat_body() | more
+    if path == "/v1/responses":
+        body["input"] = body.pop("messages")
+    async with serving(slow) as scene, trio.open_nursery() as nursery:
+        replies = []
+
+        async def ask() -> None:
+            replies.append(await scene.client.post(path, json=body))
+
+        nursery.start_soon(ask)
+        await until(lambda: bool(scene.pool.all_entries()) and scene.entry().n_running == 1)
+        await until(lambda: any(r.n_generated > 3 for r in scene.entry().model.requests()))
+        scene.service.generator.end_answers()
+        await until(lambda: bool(replies))
+        (reply,) = replies
+        assert reply.status_code == (503 if more.get("stream") is False else 200)
+        assert told in reply.text
+        assert "the server is ending" in reply.text
+        await until(lambda: bool(caplog.records))
+        assert caplog.records[-1].getMessage().endswith("error=shutting_down")
+        await scene.wait_idle()
+        late = await scene.client.post(path, json=body)
+        assert "the server is ending" in late.text

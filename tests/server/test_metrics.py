@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
-import dataclasses
+import shutil
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import trio
 import trio.testing
 from prometheus_client.parser import text_string_to_metric_families
 
 import erllama
-from erllama.runtime.cache import Cache
-from erllama.server.metrics import BusyRatio
+from erllama.server.metrics import BusyRatio, Metrics
+from erllama.testing import FakeBackend
 from server.scenes import chat_body, serving
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 CHAT = "/v1/chat/completions"
 FIRST = [{"role": "user", "content": "Hello"}]
 SECOND = [*FIRST, {"role": "assistant", "content": "Hello."}, {"role": "user", "content": "More"}]
 
 
-async def scraped(client: Any) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """Samples by name and labels."""
-    text = (await client.get("/metrics")).text
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+async def scraped(client: Any) -> Samples:
+    """What `/metrics` has."""
+    return samples((await client.get("/metrics")).text)
+
+
+def samples(text: str) -> Samples:
+    """Values by name and labels."""
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
@@ -36,11 +42,12 @@ async def scraped(client: Any) -> dict[tuple[str, tuple[tuple[str, str], ...]], 
     }
 
 
-async def test_both_ways_of_admission_and_one_chat() -> None:
+@pytest.mark.parametrize("keys", [[], ["one"]], ids=["open", "keys"])
+async def test_both_ways_of_admission_and_one_chat(keys: list[str]) -> None:
     """A turn is admitted anew, the next one of its session goes on; each chat is rendered and read once."""
-    async with serving() as scene:
+    async with serving(auth={"openai": keys}) as scene:
         for n, (messages, op) in enumerate(((FIRST, "infer"), (SECOND, "continue")), 1):
-            header = {"x-conversation-id": "me"}
+            header = {"x-conversation-id": "me", "x-api-key": "one"}
             reply = await scene.client.post(CHAT, json=chat_body() | {"messages": messages}, headers=header)
             assert reply.status_code == 200, reply.text
             found = await scraped(scene.client)
@@ -54,7 +61,7 @@ async def test_both_ways_of_admission_and_one_chat() -> None:
                 assert found[f"{chat}_bucket", (("le", "+Inf"), ("model", "fake"))] == n
                 assert 0 < found[f"{chat}_sum", (("model", "fake"),)] < 10
         reply = await scene.client.post(
-            CHAT, json=chat_body() | {"messages": FIRST}, headers={"x-conversation-id": "another"}
+            CHAT, json=chat_body() | {"messages": FIRST}, headers=header | {"x-conversation-id": "another"}
         )
         found = await scraped(scene.client)
         assert found["erllama_engine_admit_duration_seconds_count", (("op", "infer"),)] == 2
@@ -93,21 +100,39 @@ async def test_how_busy_it_is_follows_the_work() -> None:
         release.set()
 
 
-async def test_operators_see_the_tiers_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What each holds and may hold; one that an error switched off is 0."""
-    tier = erllama.DiskTier("kv", str(tmp_path / "kv"), max_bytes=2**24)
+POLICY = erllama.SavePolicy(min_tokens=16, cold_min_tokens=16, block_tokens=64)
+
+
+async def test_operators_see_the_tiers_of_the_cache(tmp_path: Path) -> None:
+    """What each holds and may hold, what did not fit, and one that an error has switched off."""
+    folder = tmp_path / "kv"
+    tier = erllama.DiskTier("kv", str(folder), max_bytes=2**12)
     kv = (("tier", "kv"),)
-    async with serving(engine=erllama.EngineConfig(tiers=[tier])) as scene:
-        found = await scraped(scene.client)
+    metrics = Metrics()
+    async with erllama.open_engine(tiers=[tier]) as engine:
+        metrics.watch_cache(engine.cache)
+        model = await engine.load_model(backend=FakeBackend(), model_id="m", policy=POLICY, tier="kv")
+
+        async def ask(first: int, n: int) -> Samples:
+            await model.complete([first, *[7] * n], max_tokens=2)
+            await engine.cache.flush()
+            return samples(metrics.text().decode())
+
+        found = await ask(1, 2)
         assert found["erllama_cache_tier_on", kv] == 1
-        assert found["erllama_cache_max_bytes", kv] == 2**24
+        assert found["erllama_cache_max_bytes", kv] == 2**12
         assert found["erllama_cache_used_bytes", kv] == 0
         assert found["erllama_cache_evictions_total", kv] == 0
+        assert found["erllama_cache_tier_failures_total", ()] == 0
         assert found["erllama_cache_max_bytes", (("tier", "ram"),)] > 0
-        real = Cache.list_tiers
-        monkeypatch.setattr(
-            Cache, "list_tiers", lambda self: [dataclasses.replace(t, on=t.name != "kv") for t in real(self)]
-        )
-        found = await scraped(scene.client)
+        room = ("erllama_cache_refusals_total", (("reason", "no_room"),))
+        assert room not in found
+        found = await ask(2, 300)
+        assert found[room] > 0
+        assert found["erllama_cache_tier_on", kv] == 1
+        shutil.rmtree(folder)
+        folder.touch()  # it stays off
+        found = await ask(3, 300)
         assert found["erllama_cache_tier_on", kv] == 0
         assert found["erllama_cache_tier_on", (("tier", "ram"),)] == 1
+        assert found["erllama_cache_tier_failures_total", ()] >= 1

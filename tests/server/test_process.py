@@ -52,9 +52,12 @@ def test_a_conversation_is_warm_after_a_restart(smollm2_path, tmp_path):
 
 @pytest.mark.model
 @pytest.mark.slow
-def test_the_first_signal_lets_answers_end(smollm2_path):
+def test_the_first_signal_lets_answers_end(smollm2_path, tmp_path):
     """SIGTERM in the middle of a stream: it ends well, new requests are refused, the status is 0."""
-    process, url = start_server("-m", f"smol={smollm2_path}", "--no-cache", "--n-ctx", "2048")
+    config = tmp_path / "erllama.toml"
+    config.write_text("[limits]\ndrain_s = 60\n")
+    arguments = ("--config", str(config), "-m", f"smol={smollm2_path}", "--n-ctx", "2048")
+    process, url = start_server("--no-cache", *arguments)
     pieces, statuses = [], []
     body = {"model": "smol", "prompt": "Once upon a time", "max_tokens": 200, "stream": True}
     try:
@@ -130,6 +133,7 @@ def test_aliases_are_read_again(tmp_path):
     config.write_text(f"[aliases]\nfast = 'a'\n{models}")
     process, url = start_server("--no-cache", "--config", str(config))
     try:
+        assert process.stdout.readline() == "models: a, b\n"
         assert (is_told("fast"), is_told("fast:latest"), is_told("big")) == (True, True, False)
         swap("big = 'b'")
         wait_for("big")
@@ -184,3 +188,27 @@ def test_a_second_signal_ends_at_once(smollm2_path):
         assert ended[0] == 500 or isinstance(ended[0], httpx.HTTPError), "no answer that looks whole"
     finally:
         stop_server(process)
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_who_is_cut_off_by_the_end_is_told(smollm2_path, tmp_path):
+    """An answer that takes longer than `drain_s`: its stream ends with an error, the status is 0."""
+    config = tmp_path / "erllama.toml"
+    config.write_text("[limits]\ndrain_s = 0.2\n")
+    arguments = ("--config", str(config), "-m", f"smol={smollm2_path}", "--n-ctx", "2048")
+    process, url = start_server("--no-cache", *arguments)
+    never_ends = {"0": -100, "2": -100}  # its tokens that end an answer
+    body = {"model": "smol", "prompt": "Once", "max_tokens": 1900, "logit_bias": never_ends, "stream": True}
+    try:
+        lines = []
+        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as stream:
+            for line in stream.iter_lines():
+                if line.startswith("data: "):
+                    if not lines:
+                        process.send_signal(signal.SIGTERM)
+                    lines.append(line)
+        assert process.wait(30) == 0
+    finally:
+        stop_server(process)
+    assert "shutting_down" in "".join(lines[-2:])

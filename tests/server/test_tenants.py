@@ -93,6 +93,31 @@ async def test_users_may_use_the_same_session_id() -> None:
         nursery.cancel_scope.cancel()
 
 
+async def test_who_leaves_ends_its_own_session_only() -> None:
+    """Under a key its session ends; those of the same id, of another key and of nobody, stay held."""
+    slow = partial(ScriptedChat, says="word " * 200, threaded=True, step_delay_s=0.02, n_slots=3)
+    header = {"x-conversation-id": "chat-1"}
+    async with serving(slow, auth={"openai": KEYS["openai"]}) as scene:
+
+        async def ask(key: str, n: int) -> None:
+            body, bearer = chat_body(max_tokens=n), {"authorization": f"Bearer {key}"}
+            await scene.client.post(CHAT, json=body, headers=header | bearer)
+
+        for key in KEYS["openai"]:
+            await ask(key, 1)
+        body = chat_body(stream=False, options={"num_predict": 1})
+        await scene.client.post("/api/chat", json=body, headers=header)  # a surface without keys
+        actor = scene.entry().model.handle.actor
+        salts = [salt_of("one"), salt_of("two"), b""]
+        assert [actor.holds("chat-1", salt) for salt in salts] == [True, True, True]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, "one", 180)
+            await until(lambda: any(r.n_generated > 3 for r in scene.entry().model.requests()))
+            nursery.cancel_scope.cancel()
+        await scene.wait_idle()
+        assert [actor.holds("chat-1", salt) for salt in salts] == [False, True, True]
+
+
 def test_a_salt_is_of_its_key_and_what_it_counts_below() -> None:
     """Without a salt nothing changes."""
     ask = Ask(model="m", session_id="chat-1", cache_key="x")
