@@ -55,7 +55,9 @@ class _Parser:
         if body["type"] != "choice":
             return []
         nodes = [self.nodes[i] for i in body["children"]]
-        return [node["name"] for node in nodes] if all(node["type"] in ("rule", "ref") for node in nodes) else []
+        return (
+            [node["name"] for node in nodes] if all(node["type"] in ("rule", "ref") for node in nodes) else []
+        )
 
 
 def call_first(applied: llama.Applied, begun: str = "") -> str:

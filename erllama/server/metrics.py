@@ -186,9 +186,7 @@ class _TierCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """See prometheus-client."""
         names = ["tier"]
-        on = GaugeMetricFamily(
-            "erllama_cache_tier_on", "0 while an error has it off", labels=names
-        )
+        on = GaugeMetricFamily("erllama_cache_tier_on", "0 while an error has it off", labels=names)
         used = GaugeMetricFamily("erllama_cache_used_bytes", "What the tier holds", labels=names)
         most = GaugeMetricFamily("erllama_cache_max_bytes", "What it may hold", labels=names)
         evicted = CounterMetricFamily("erllama_cache_evictions", "Parts that made room", labels=names)

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from chat.scenes import NAMES, NO_CALLS, NO_TOOLS, ONE_CALL, REFUSES_DIALOGUE, TOOLS, USER, renderer, templates, written
+from chat.scenes import (
+    NAMES,
+    NO_CALLS,
+    NO_TOOLS,
+    ONE_CALL,
+    REFUSES_DIALOGUE,
+    TOOLS,
+    USER,
+    renderer,
+    templates,
+    written,
+)
 from chat.test_templates import NOT_READ
 from erllama import llama
 from erllama.backend import Guide
