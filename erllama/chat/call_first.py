@@ -62,8 +62,7 @@ class _Parser:
 
 def call_first(applied: llama.Applied, begun: str = "") -> str:
     """The grammar, without text before a call. `begun`: the content that the prompt has already."""
-    arena = json.loads(json.loads(applied.parser)["arena"])
-    parser = _Parser(arena["parsers"], arena["rules"])
+    parser = _parser_of(applied)
     blank = f'("{_escaped(begun)}")? {WHITE_SPACE}' if begun else WHITE_SPACE
     grammar = applied.grammar
     for node in parser.free_text():
@@ -75,6 +74,21 @@ def call_first(applied: llama.Applied, begun: str = "") -> str:
         if kept and kept != names:
             grammar = _with_rule(grammar, rule, " | ".join(kept))
     return grammar
+
+
+def one_call(applied: llama.Applied, grammar: str) -> str:
+    """The grammar, where it lets calls follow each other although one is allowed: upstream forgot that one."""
+    parser = _parser_of(applied)
+    for name, place in parser.rules.items():
+        body = parser.body(name)
+        if parser.nodes[place]["trigger"] and (body["type"], body.get("max_count")) == ("repetition", -1):
+            grammar = re.sub(rf"^({re.escape(name)} ::= .*)\+$", r"\1", grammar, flags=re.MULTILINE)
+    return grammar
+
+
+def _parser_of(applied: llama.Applied) -> _Parser:
+    arena = json.loads(json.loads(applied.parser)["arena"])
+    return _Parser(arena["parsers"], arena["rules"])
 
 
 def _escaped(text: str) -> str:

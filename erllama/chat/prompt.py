@@ -14,7 +14,7 @@ from erllama.errors import InvalidContent, InvalidOption, NotSupported
 from erllama.llama.chat import PATTERN, PATTERN_FULL, WORD
 
 from .authored import Marked, Neutral, changed_inputs, without_escapes
-from .call_first import call_first
+from .call_first import call_first, one_call
 from .grammar import schema_text, sealed
 from .history import with_calls_as_sampled
 from .markup import choose_mark, continued, unescaped
@@ -224,6 +224,8 @@ class Renderer:
             if inputs["reasoning_format"] == "none":  # where thinking is content, so is what may be said
                 told_apart = self._template.native.apply({**inputs, "reasoning_format": "auto"})
             grammar = call_first(told_apart, begun)
+        if grammar and "tools" in inputs and not inputs["parallel_tool_calls"]:
+            grammar = one_call(applied, grammar)
         return dataclasses.replace(applied, grammar=sealed(grammar))
 
     def guide(self, params: ChatParams, *, thinking_budget: int | None, own_grammar: bool) -> Guide:

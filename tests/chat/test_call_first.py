@@ -99,3 +99,13 @@ def test_a_call_follows_what_the_answer_has_already(vocab):
     call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
     assert takes(vocab, grammar, begun + call)
     assert not takes(vocab, grammar, begun + "I")
+
+
+@pytest.mark.parametrize("name", [name for name in CALLING if name not in NO_CALLS | NOT_READ])
+def test_one_call_is_one(vocab, name):
+    """H13: without parallel calls the grammar takes no second one, however near it follows."""
+    grammar, begun = required(name, parallel_tool_calls=False)
+    call = written(templates(name), ONE_CALL)[1].removesuffix("<|tool_response>")
+    assert takes(vocab, grammar, begun + call)
+    for space in ("", "\n", "\n\n", ", "):
+        assert not takes(vocab, grammar, f"{begun}{call}{space}{call}")
