@@ -77,7 +77,7 @@ def call_first(applied: llama.Applied, begun: str = "") -> str:
 
 
 def one_call(applied: llama.Applied, grammar: str) -> str:
-    """The grammar, where it lets calls follow each other although one is allowed: upstream forgot that one."""
+    """The grammar, where it lets calls follow each other although one is allowed (an oversight)."""
     parser = _parser_of(applied)
     for name, place in parser.rules.items():
         body = parser.body(name)
