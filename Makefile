@@ -7,6 +7,7 @@ PY := $(VENV)/bin/python
 # Written once pip works: an interpreter alone does not make a virtual environment.
 HAS_PIP := $(VENV)/.erllama-pip
 DEPS := $(VENV)/.erllama-requirements
+DEV_DEPS := $(VENV)/.erllama-requirements-dev
 INSTALLED := $(VENV)/.erllama-installed
 # Passed to build_libllama.py, e.g. make build BUILD="--backend cuda"
 BUILD ?=
@@ -21,13 +22,13 @@ help:  ## this list
 demo: build  ## build everything, then watch a real model answer
 	@$(VENV)/bin/erllama demo
 
-test: build sources check  ## build everything, then run all checks and tests
+test: build sources check $(DEV_DEPS)  ## build everything, then run all checks and tests
 	$(PY) -X dev -W error -m pytest
 
-asan: build sources  ## run the tests of our C++ under AddressSanitizer (Linux, GCC)
+asan: build sources $(DEV_DEPS)  ## run the tests of our C++ under AddressSanitizer (Linux, GCC)
 	$(PY) tools/asan.py
 
-check: build  ## lint, types and layers only
+check: build $(DEV_DEPS)  ## lint, types and layers only
 	$(PY) tools/check.py
 
 build: $(DEPS)  ## the virtual environment, the native library and the package in it
@@ -58,12 +59,21 @@ $(HAS_PIP):
 	  rm -f $(VENV).log; }
 	@touch $@
 
+# pip says warnings and errors only: two hundred lines of packages interest nobody who wants to see a model answer.
+define install
+@$(PY) tools/requirements.py $(1) > $@.part
+@$(PY) -m pip install --disable-pip-version-check --quiet -r $@.part || \
+  { echo "error: the package index could not be used. Check the network and: $(PY) -m pip config list"; exit 1; }
+@mv $@.part $@
+endef
+
 $(DEPS): pyproject.toml tools/requirements.py | $(HAS_PIP)
-	@echo "==> Installing what the build and the tests need into $(VENV)"
-	@$(PY) tools/requirements.py > $(DEPS).part
-	@$(PY) -m pip install --disable-pip-version-check -r $(DEPS).part || \
-	  { echo "error: the package index could not be used. Check the network and: $(PY) -m pip config list"; exit 1; }
-	@mv $(DEPS).part $@
+	@echo "==> Installing what the build and erllama need into $(VENV) (about a minute)"
+	$(call install)
+
+$(DEV_DEPS): pyproject.toml tools/requirements.py $(DEPS)
+	@echo "==> Installing what checks and tests need into $(VENV) (about a minute)"
+	$(call install,--dev)
 
 # Only after the native build, which ran in the foreground: the install need not repeat it.
 $(INSTALLED): $(DEPS) pyproject.toml

@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from numbers import Real
 from typing import Any, TypeGuard, TypeVar, cast, dataclass_transform
 
-from .errors import InvalidOption, UnknownOption
+from .errors import InvalidOption, MissingOption, UnknownOption
 
 Check = Callable[[object], object]
 T = TypeVar("T")
@@ -72,6 +72,40 @@ def options(cls: type[T]) -> type[T]:
 
     made.__init__ = __init__  # type: ignore[method-assign]  # the generated one runs inside it
     return made
+
+
+def checked_arguments(cls: type[T]) -> type[T]:
+    """Make a dataclass whose fields may be given by place name what is unknown, missing or too much.
+
+    Raises (when instantiated): `UnknownOption`, `MissingOption`, `InvalidOption`.
+    """
+    generated = cls.__init__
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]  # a dataclass
+
+    def __init__(self: Any, *placed: object, **named: object) -> None:
+        kind = type(self).__name__
+        for name in named:
+            if name not in fields:
+                raise unknown_option(name, fields, where=kind)
+        if len(placed) > len(fields):
+            raise InvalidOption(
+                f"{kind} takes {len(fields)} arguments, not {len(placed)}: {', '.join(fields)}",
+                detail={"key": None, "value": placed[len(fields)]},
+            )
+        by_place = list(fields)[: len(placed)]
+        for name in by_place:
+            if name in named:
+                raise InvalidOption(
+                    f"{kind}: {name} is given twice, by place and by name",
+                    detail={"key": name, "value": named[name]},
+                )
+        for name, field in fields.items():
+            if field.default is dataclasses.MISSING and name not in named and name not in by_place:
+                raise MissingOption(f"{kind} needs {name}, as in {kind}({name}=…)", detail={"key": name})
+        generated(self, *placed, **named)
+
+    cls.__init__ = __init__  # type: ignore[method-assign]  # the generated one runs inside it
+    return cls
 
 
 def unknown_option(

@@ -53,7 +53,8 @@ MEANINGS: dict[type, dict[str, str]] = {
         "and no limit for a call that embeds; 0: no limit",
     },
     options.GenerationOptions: {
-        "max_tokens": "tokens to generate at most",
+        "max_tokens": "tokens to generate at most; the context ends an answer too, so larger numbers than "
+        "fit do no harm",
         "temperature": "0 always takes the likeliest token; None: the model's own, else 0.8",
         "top_k": "choose among the K likeliest, 0 is all; None: the model's own, else 40",
         "top_p": "choose among the likeliest that sum up to P; None: the model's own, else 0.95",

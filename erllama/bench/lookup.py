@@ -122,7 +122,7 @@ def _looks(forest: Forest, prompt: Prompt) -> list[float]:
 
 LOOKUP = Workload(
     id="P8",
-    title="look-up of a 30k-token prompt among 100k nodes",
+    title="look-up of a long prompt among many nodes",
     compared="the index walk alone, no I/O, in a small and in a large index; no peer",
     measure=measure,
 )

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .spread import Spread
 
 HEADS = ("figure", "ours", "compared with", "ratio", "bar", "")
+N_UNJUDGED = 4  # columns without bars
 
 
 def print_outcome(outcome: Outcome, *, judge: bool) -> None:
@@ -20,7 +21,8 @@ def print_outcome(outcome: Outcome, *, judge: bool) -> None:
     if outcome.failure is not None:
         print(f"    not measured: {outcome.failure}")
     elif outcome.figures:
-        _print_rows([row(figure, judge=judge) for figure in outcome.figures])
+        n = len(HEADS) if judge else N_UNJUDGED
+        _print_rows(HEADS[:n], [row(figure, judge=judge)[:n] for figure in outcome.figures])
     for note in outcome.notes:
         print(f"    {note}")
 
@@ -55,12 +57,12 @@ def _number(value: float) -> str:
     return f"{value:.3g}" if abs(value) >= 0.001 else f"{value:.1e}"
 
 
-def _print_rows(rows: list[tuple[str, ...]]) -> None:
+def _print_rows(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     if sys.stdout.isatty():
-        _draw(rows)
+        _draw(heads, rows)
         return
-    widths = [max(len(row[i]) for row in (HEADS, *rows)) for i in range(len(HEADS))]
-    for line in _lines((HEADS, *rows), widths):
+    widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(len(heads))]
+    for line in _lines((heads, *rows), widths):
         print(line)
 
 
@@ -71,11 +73,11 @@ def _lines(rows: tuple[tuple[str, ...], ...], widths: list[int]) -> Iterator[str
         )
 
 
-def _draw(rows: list[tuple[str, ...]]) -> None:
+def _draw(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    drawn = Table(*HEADS)
+    drawn = Table(*heads)
     for cells in rows:
         drawn.add_row(*cells, style="red" if cells[-1] == "MISSED" else None)
     Console().print(drawn)

@@ -79,6 +79,8 @@ class Arrivals:
             return seq.phase is Phase.RESTORE and seq.n_admitted == stay
 
         try:
+            if seq.cancelled or not waits():
+                return  # before this task had its first turn
             if seq.exact and not self._cold.known and (error := await self._probe_cold(seq)) is not None:
                 if waits() and not seq.cancelled:
                     self._lanes.release(seq.fail(error))

@@ -41,6 +41,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("erllama.engine")
 
 
+# Options that neither a trial nor KV of exact="cold" depends on: these decide when something is computed, and
+# what embeds has a context of its own.
+NO_BITS = {"embeddings", "pooling", "prefill_chunk_size", "step_target_s", "decode_budget_s"}
+
+
 class LlamaBackend:
     """One GGUF file, loaded. See `erllama.backend` for threads and for what each method promises."""
 
@@ -268,10 +273,11 @@ class LlamaBackend:
             {
                 "shape": shape.hex(),
                 "model": dataclasses.asdict(self._model_options),
-                # What embeds has a context of its own.
-                "context": dataclasses.asdict(
-                    dataclasses.replace(self._options, embeddings=False, pooling=None)
-                ),
+                "context": {
+                    name: value
+                    for name, value in dataclasses.asdict(self._options).items()
+                    if name not in NO_BITS
+                },
                 "cpu_variant": llama.build_info().cpu_variant,
                 "system": llama.build_info().system_info,
                 "devices": [(device.name, device.description) for device in llama.devices()],

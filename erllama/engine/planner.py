@@ -5,8 +5,8 @@ token, a row of its own. The last token of a prompt is therefore computed exactl
 one, in cold and warm runs alike, and a sequence that is decoding is one that lacks only that row.
 
 Rule 1: everybody who decodes gets a row in every step, before any prefill.
-Rule 2: prefill shares what is left, oldest first, at most `prefill_chunk` tokens a sequence; where nobody
-decodes, `lone_chunk`, because larger pieces are faster and no stream waits for the next token.
+Rule 2: prefill shares what is left, oldest first, at most `prefill_chunk` tokens a sequence. Where nobody
+decodes a step may have `lone_chunk`, of one prompt or several: larger steps are faster, and no stream waits.
 Rule 3: a step never needs more cells than are free, nor more tokens than `n_batch`.
 Rule 4: no piece reaches across a multiple of `boundary`, where memory has something that only exists there.
 Rule 5: pieces end at multiples of `PIECE` where they can, because pieces of at least 64 rows use the
@@ -114,11 +114,11 @@ def plan_step(ready: Sequence[Plannable], limits: Limits) -> list[Share]:
     shares = [Share(s.slot, s.n_kv, 1, True) for s in decoding]
     room -= len(shares)
     filling.sort(key=BY_ARRIVAL)
-    budget = max(PIECE, limits.prefill_budget)
-    chunk = limits.prefill_chunk
+    chunk, budget = limits.prefill_chunk, max(PIECE, limits.prefill_budget)
     if not shares:
-        chunk = limits.lone_chunk
-        budget = max(budget, chunk)
+        budget = max(budget, limits.lone_chunk)
+        if len(filling) == 1:
+            chunk = limits.lone_chunk
     budget = min(room, budget)
     can_be_whole = min(limits.n_batch - len(shares), chunk) >= PIECE
     for s in filling:

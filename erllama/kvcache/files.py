@@ -20,6 +20,10 @@ LINKS_MISSING: Final = frozenset(
 )
 READ_ONLY: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+# What no waiting changes: a path that leads nowhere, or to what is no folder of ours.
+WRONG_PLACE: Final = READ_ONLY | {
+    *(errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
+}
 TOO_LARGE: Final = frozenset({errno.EFBIG})  # one file is more than may be: removing others helps nothing
 ALLOCATION_MISSING: Final = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
 LOCKS_MISSING: Final = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK})

@@ -37,6 +37,7 @@ class FileTier:
     def __init__(self, options: FileTierOptions, files: Files | None = None) -> None:
         self.options = options
         self.root = Root(options.root, options.max_bytes, files or Files())
+        self._owes_a_journal = False  # hits of the dead are counted by us, and still stand in their journals
 
     def __repr__(self) -> str:
         return f"<FileTier {self.name} ({self.kind}) at {self.root.path}>"
@@ -80,6 +81,7 @@ class FileTier:
         except OSError as full:
             if full.errno not in NO_SPACE:
                 raise
+            self._owes_a_journal = True
         else:
             drop_dead_journals(self.root)
 
@@ -144,6 +146,9 @@ class FileTier:
         if self.root.read_only:
             return
         write_journal(self.root, parts.hits())
+        if self._owes_a_journal:
+            drop_dead_journals(self.root)
+            self._owes_a_journal = False
 
     def close(self) -> None:
         """Give up this process's hold on the folder."""

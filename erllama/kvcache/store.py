@@ -271,9 +271,9 @@ class KvStore:
     # --- tiers ------------------------------------------------------------------------------------
 
     async def add_tier(self, options: FileTierOptions) -> None:
-        """Start a file tier: scan what it holds, then use it. One that fails to start is tried again later.
+        """Start a file tier: scan what it holds, then use it. One whose device fails is tried again later.
 
-        Raises: `InvalidConfig` if its name or folder is taken.
+        Raises: `InvalidConfig` if its name or folder is taken, or there can be no such folder.
         """
         await self._tiers.add(FileTier(options, self._options.files))
         await self._evictor.keep_budgets()

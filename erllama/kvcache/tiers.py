@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 from typing import Final
 
+from erllama.checks import checked_arguments
 from erllama.errors import InvalidOption
 
 RAM_TIER: Final = "ram"
@@ -21,6 +22,7 @@ class TierKind(enum.StrEnum):
     DISK = "disk"
 
 
+@checked_arguments
 @dataclass(frozen=True, slots=True)
 class RamTier:
     """The pooled RAM tier. `spill` names the tier that receives what it evicts."""
@@ -33,6 +35,7 @@ class RamTier:
         _check(self.name, self.max_bytes)
 
 
+@checked_arguments
 @dataclass(frozen=True, slots=True)
 class _FileTierOptions:
     name: str
@@ -42,14 +45,13 @@ class _FileTierOptions:
 
     def __post_init__(self) -> None:
         _check(self.name, self.max_bytes)
-        object.__setattr__(self, "root", os.fspath(self.root))
-        if not self.root or "\0" in self.root:
-            raise InvalidOption(f"tier {self.name!r}: root must be a path", detail={"key": "root"})
+        object.__setattr__(self, "root", _path(self.name, self.root))
         if self.name == RAM_TIER:
             raise InvalidOption('the name "ram" is taken by the RAM tier', detail={"key": "name"})
-        if not self.max_write_bytes_per_s > 0:
+        rate: object = self.max_write_bytes_per_s
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate > 0:
             key = "max_write_bytes_per_s"
-            raise InvalidOption(f"{key} must be above 0", detail={"key": key})
+            raise InvalidOption(f"{key} must be a number above 0", detail={"key": key, "value": rate})
 
     @property
     def kind(self) -> TierKind:
@@ -90,3 +92,10 @@ def _check(name: object, max_bytes: object) -> None:
             f"tier {name!r}: max_bytes must be a whole number of bytes",
             detail={"key": "max_bytes", "value": max_bytes},
         )
+
+
+def _path(name: str, root: object) -> str:
+    path = os.fspath(root) if isinstance(root, os.PathLike) else root
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise InvalidOption(f"tier {name!r}: root must be a path", detail={"key": "root", "value": root})
+    return path

@@ -20,6 +20,7 @@ import trio
 from erllama.errors import InvalidConfig
 
 from .catalog import FileRef
+from .files import WRONG_PLACE
 from .header import Damaged
 from .parts import RAM
 from .policy import TokenBucket
@@ -114,9 +115,9 @@ class TierSet:
     # --- coming, going, failing -------------------------------------------------------------------
 
     async def add(self, tier: FileTier) -> TierState:
-        """Start a tier. One that cannot start is added switched off, and tried again later.
+        """Start a tier. One whose device fails is added switched off, and tried again later.
 
-        Raises: `InvalidConfig` if the name or the folder is taken.
+        Raises: `InvalidConfig` if the name or the folder is taken, or there can be no such folder.
         """
         for state in self._states.values():
             if state.tier.name == tier.name:
@@ -133,18 +134,20 @@ class TierSet:
         self._states[state.slot] = state
         self._catalog.pins.tier_max[state.slot] = tier.options.max_bytes
         self._catalog.off.add(state.slot)
-        await self._start(state)
+        try:
+            await self._start(state)
+        except OSError as broken:
+            if broken.errno in WRONG_PLACE:
+                await self.remove(state)
+                raise _no_folder(tier, broken) from broken
+            self.fail(state, broken)
         return state
 
     async def _start(self, state: TierState) -> None:
+        """Raises: OSError, with the tier as it was."""
         catalog = self._catalog
-        try:
-            found, hits, removed = await self._run(
-                state.tier.start, catalog.known_parts(state.slot), catalog.clock()
-            )
-        except OSError as broken:
-            self.fail(state, broken)
-            return
+        known = catalog.known_parts(state.slot)
+        found, hits, removed = await self._run(state.tier.start, known, catalog.clock())
         self._counters.leftovers_removed += removed
         await self.apply(state, found)
         catalog.add_hits(hits)
@@ -189,7 +192,10 @@ class TierSet:
         """Try tiers whose waiting time is over."""
         for state in list(self._states.values()):
             if not state.on and trio.current_time() >= state.retry_at:
-                await self._start(state)
+                try:
+                    await self._start(state)
+                except OSError as broken:
+                    self.fail(state, broken)
 
     # --- what other processes did -----------------------------------------------------------------
 
@@ -325,6 +331,16 @@ class TierSet:
                 return
         for ref in files:
             self._trash.pop(ref, None)
+
+
+def _no_folder(tier: FileTier, why: OSError) -> InvalidConfig:
+    root = tier.root.path
+    where = f" ({why.filename})" if why.filename not in (None, root) else ""
+    return InvalidConfig(
+        f"tier {tier.name!r}: {root} cannot be its folder: {why.strerror}{where}; "
+        "give a root that this user can make and write",
+        detail={"key": "root", "value": root},
+    )
 
 
 def _remove_locked(tier: FileTier, files: dict[FileRef, bool]) -> None:

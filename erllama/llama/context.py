@@ -71,7 +71,7 @@ class Context:
         self.abort = abort
         self.handle = Exclusive(lib, ptr, "free", "context", model.handle.owned, keep=(abort.fields,))
         self._threads = ComputeThreads(lib, self.handle.owned)
-        self._threads.provide(ptr, max(params.n_threads, params.n_threads_batch or 1))
+        self._threads.provide(ptr, params.n_threads, params.n_threads_batch or params.n_threads)
         self.n_ctx: int = lib.n_ctx(ptr)
         self.n_ctx_seq: int = lib.n_ctx_seq(ptr)
         self.n_batch: int = lib.n_batch(ptr)
@@ -305,7 +305,7 @@ class Context:
         check_range("n_threads", n_threads, 1, MAX_THREADS)
         check_range("n_threads_batch", n_more, 1, MAX_THREADS)
         with self.handle as ptr:
-            self._threads.provide(ptr, max(n_threads, n_more))
+            self._threads.provide(ptr, n_threads, n_more)
             self.lib.set_n_threads(ptr, n_threads, n_more)
 
     def set_adapters(self, adapters: Sequence[tuple[Adapter, float]]) -> None:

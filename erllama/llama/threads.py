@@ -1,4 +1,4 @@
-"""The compute threads of one context: kept from graph to graph, asleep in between.
+"""The compute threads of one context: kept from graph to graph.
 
 Without them ggml makes new threads for every graph. That costs 2 to 3 % of a step of a small model on a quiet
 machine, and more on a busy one, where each has to be scheduled for the first time before the step can begin.
@@ -19,28 +19,31 @@ POLL = 1
 
 
 class ComputeThreads:
-    """Attaches threads to a context as it asks for more, and never for one alone."""
+    """One pool for each number of threads that a context computes with, none for one thread.
+
+    ggml wakes all threads of a pool for each graph: those that it does not use would spin.
+    """
 
     def __init__(self, lib: Library, context: Owned) -> None:
         self._lib = lib
         self._context = context
-        self.n = 1  # the thread that calls is one of them
+        self._pools: dict[int, Any] = {1: lib.ffi.NULL}  # the thread that calls is one of them
 
     def __repr__(self) -> str:
-        return f"<ComputeThreads {self.n}>"
+        return f"<ComputeThreads {sorted(self._pools)}>"
 
-    def provide(self, context_ptr: Any, n: int) -> None:
-        """At least `n` threads from the next graph on. Thread: who holds the context.
+    def provide(self, context_ptr: Any, n_single: int, n_batch: int) -> None:
+        """Exactly so many threads for single rows and for more. Thread: the context's.
 
-        Fewer are kept until the context is freed: ggml looks at them once more when others take over.
+        All pools stay until the context is freed: ggml looks at one once more when another takes over.
         """
-        if n <= self.n:
-            return
-        threads = self._lib.threads_new(n, POLL)
-        if threads == self._lib.ffi.NULL:
-            return  # no CPU backend that offers them: ggml makes its own
-        owned = Owned(self._lib, threads, "threads_free")
-        self._context.lean_on(owned)
-        owned.drop(owned)  # from now on the context alone keeps them
-        self._lib.attach_threadpool(context_ptr, threads, threads)
-        self.n = n
+        self._lib.attach_threadpool(context_ptr, self._pool(n_single), self._pool(n_batch))
+
+    def _pool(self, n: int) -> Any:
+        if n not in self._pools:
+            threads = self._pools[n] = self._lib.threads_new(n, POLL)
+            if threads != self._lib.ffi.NULL:
+                owned = Owned(self._lib, threads, "threads_free")
+                self._context.lean_on(owned)
+                owned.drop(owned)  # from now on the context alone keeps them
+        return self._pools[n]

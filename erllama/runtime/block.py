@@ -38,8 +38,14 @@ class Block(AbstractAsyncContextManager[T], Generic[T]):
     def __aiter__(self) -> NoReturn:
         raise self._misused()
 
+    def __enter__(self) -> NoReturn:
+        raise self._misused()
+
+    def __exit__(self, *_: object) -> None:
+        """Never called; without it Python says that this is no context manager, and no more."""
+
     def __await__(self) -> NoReturn:
         raise self._misused()
 
     def _misused(self) -> RequestError:
-        return RequestError(f"this is a block to enter, not to await or iterate; write `{self._how}:`")
+        return RequestError(f"this is a block for `async with`, and nothing else; write `{self._how}:`")

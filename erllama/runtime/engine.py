@@ -309,7 +309,8 @@ def open_engine(
 ) -> AbstractAsyncContextManager[Engine]:
     """An engine for the block; leaving the block ends running requests and frees every model.
 
-    Raises: `UnknownOption`, `InvalidOption`, `RequestError` with reason "wrong_loop" outside trio.
+    Raises: `UnknownOption`, `InvalidOption`, `InvalidConfig` (a tier's folder cannot be made),
+    `RequestError` with reason "wrong_loop" outside trio.
     Several engines may be open at once. Thread: an engine and its models belong to the trio loop that
     opened it; another loop of the same process opens its own.
     """

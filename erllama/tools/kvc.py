@@ -17,13 +17,14 @@ itself.
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
 import sys
 import time
 from collections import Counter, defaultdict
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from erllama.kvcache.columns import PartColumns
 from erllama.kvcache.filetier import FileTier
@@ -372,7 +373,7 @@ def parser() -> argparse.ArgumentParser:
     def command(run: Any, help_text: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(run.__name__, help=help_text, description=help_text)
         sub.add_argument("--json", action="store_true", help="print JSON for scripts")
-        sub.set_defaults(run=run)
+        sub.set_defaults(run=run, parser=sub)
         return sub
 
     sub = command(inspect, "show headers, metadata, tokens and text of files or folders")
@@ -415,11 +416,20 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def _refuse(sub: argparse.ArgumentParser, unknown: str) -> NoReturn:
+    """Exit with the usage and the option that comes nearest."""
+    known = [name for action in sub._actions for name in action.option_strings]
+    near = difflib.get_close_matches(unknown.split("=")[0], known, n=1) if unknown.startswith("-") else []
+    sub.error(f"unknown argument {unknown}; " + (f"did you mean {near[0]}?" if near else "see --help"))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 fine, 1 something is wrong (explain: nothing would be
     reused), 2 cannot be done.
     """
-    args = parser().parse_args(argv)
+    args, unknown = parser().parse_known_args(argv)
+    if unknown:
+        _refuse(args.parser, unknown[0])
     try:
         return int(args.run(args))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as no:

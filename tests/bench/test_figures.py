@@ -114,3 +114,11 @@ def test_an_outcome_prints_what_is_compared_and_what_failed(capsys):
     assert "not measured: no machine" in out
     assert "2 ms ± 0.5" in out
     assert "    n." in out
+
+
+def test_bars_that_are_not_judged_are_not_printed(capsys):
+    """Small sizes say nothing about them."""
+    figures = (single("x", "ms", [4.0], Bar("<=", 5, "value")),)
+    for judge in (True, False):
+        print_outcome(Outcome(id="P8", title="look", compared="c", figures=figures), judge=judge)
+        assert ("bar" in (out := capsys.readouterr().out), "≤ 5" in out) == (judge, judge)

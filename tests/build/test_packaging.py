@@ -142,6 +142,19 @@ def test_make_alone_lists_what_there_is():
         assert f"\n  {target} " in out
 
 
+def test_who_wants_a_demo_gets_no_test_tools(tmp_path):
+    """`make demo` installs what runs, `make test`, `check` and `asan` what is missing for them besides."""
+    (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "requirements.py").touch()
+    for target in ("demo", "build", "sources", "test", "check", "asan"):
+        said = make("--dry-run", target, cwd=tmp_path).stdout
+        assert "tools/requirements.py  >" in said, target
+        assert ("tools/requirements.py --dev" in said) == (target in ("test", "check", "asan")), target
+    assert not set(requirements.dev_requirements()) <= set(requirements.requirements())
+
+
 @pytest.mark.parametrize(
     ("script", "words"),
     [

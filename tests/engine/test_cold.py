@@ -262,3 +262,17 @@ async def test_a_trial_goes_on_when_somebody_else_leaves() -> None:
             assert backend.trials == ["begun"]
         await wait_idle(model)
         assert backend.trials == ["begun", "aborted"]
+
+
+@pytest.mark.parametrize("n_checkpoints", range(4))
+async def test_no_trial_runs_for_who_has_left_before_it_began(n_checkpoints: int) -> None:
+    """Whenever the request is cancelled: a trial that began is aborted, and none begins behind that."""
+    backend = LongTrial(n_slots=2)
+    async with loaded(backend) as model, trio.open_nursery() as nursery:
+        async with model.stream(LONG, **COLD) as events:
+            nursery.start_soon(lambda: model.complete("other", max_tokens=4))
+            for _ in range(n_checkpoints):
+                await trio.lowlevel.checkpoint()
+            events.cancel()
+        await wait_idle(model)
+    assert backend.trials in ([], ["begun", "aborted"])

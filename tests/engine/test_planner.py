@@ -69,8 +69,8 @@ def test_a_step_stays_within_its_limits(ready: list[Lane], limit: Limits):
     total = sum(s.n for s in shares)
     assert total <= limit.n_batch
     assert limit.n_cells is None or total <= limit.n_cells
-    chunk = limit.prefill_chunk if any(s.sampled for s in shares) else limit.lone_chunk
-    assert all(s.sampled or s.n <= chunk for s in shares)
+    is_lone = len(ready) == 1
+    assert all(s.sampled or s.n <= (limit.lone_chunk if is_lone else limit.prefill_chunk) for s in shares)
 
 
 @given(lanes(), LIMITS)
@@ -110,8 +110,7 @@ def test_mixed_steps_hold_no_small_pieces(ready: list[Lane], limit: Limits):
     """Beside others a prompt gets no less than what reaches a multiple of 64, where limits ever allow it."""
     shares = plan_step(ready, limit)
     n_decode = sum(s.sampled for s in shares)
-    chunk = limit.prefill_chunk if n_decode else limit.lone_chunk
-    if len(shares) < 2 or min(limit.n_batch - n_decode, chunk) < PIECE:
+    if len(shares) < 2 or min(limit.n_batch - n_decode, limit.prefill_chunk) < PIECE:
         return
     if not n_decode:
         shares = [s for s in shares if s.slot != min(ready, key=lambda lane: lane.arrival).slot]
@@ -204,7 +203,17 @@ def test_pieces_are_larger_where_nobody_decodes():
     limit = limits(prefill_chunk=default.beside, lone_chunk=default.alone, prefill_budget=PIECE)
     assert prefill(1000, limit) == [256] * 3 + [231]
     assert plan_step([Lane(1, 0, 301, 1), Lane(0, 4, 5, 0)], limit)[1] == Share(1, 0, 64, False)
-    assert plan_step([Lane(1, 0, 301, 1), Lane(0, 0, 500, 0)], limit) == [Share(0, 0, 256, False)]
+    together = plan_step([Lane(1, 0, 301, 1), Lane(0, 0, 500, 0)], limit)
+    assert together == [Share(0, 0, 128, False), Share(1, 0, 128, False)]
+
+
+def test_a_short_prompt_is_not_shut_out_by_a_long_one():
+    """A larger step where nobody decodes has room for both, so the short one's first token comes at once."""
+    default = Chunks.of(None, 512)
+    for budget in (128, 192, 256, 1000):
+        limit = limits(prefill_chunk=default.beside, lone_chunk=default.alone, prefill_budget=budget)
+        shares = plan_step([Lane(0, 0, 8000, 0), Lane(1, 0, 40, 1)], limit)
+        assert shares == [Share(0, 0, 128, False), Share(1, 0, 39, False)]
 
 
 @pytest.mark.parametrize(

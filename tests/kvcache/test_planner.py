@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from erllama.errors import InvalidOption, UnknownOption
+from erllama.kvcache.costs import PrefillCosts
+from erllama.kvcache.key import Identity
 from erllama.kvcache.kinds import NodeFlag, PartKind, Refusal, SaveReason
 from erllama.kvcache.parts import RAM
 from erllama.kvcache.pins import PinBoard
@@ -40,11 +42,12 @@ def add(model: Model, meta, size=100, used=NOW, kind=PartKind.BASE, home=DISK, h
     return part
 
 
-def check_keys(model: Model, parts: list[int]) -> None:
+def check_keys(model: Model, parts: list[int], costs: PrefillCosts | None = None) -> None:
     """One part at a time or all at once: the same keys."""
     for slot in (RAM, DISK):
         protected = {model.tree.parts.node[parts[0]]}
-        want = Want(slot=slot, n_bytes=1, now=NOW, cost_of=lambda row: 1, protected=protected)
+        given = {"protected": protected, "costs": costs or PrefillCosts()}
+        want = Want(slot=slot, n_bytes=1, now=NOW, cost_of=lambda row: 1, **given)
         planner = _Planner(model.tree, want)
         columns = {name: column[parts] for name, column in model.tree.parts.columns().items()}
         assert planner._keys(columns).tolist() == pytest.approx([planner._key(part) for part in parts])
@@ -130,6 +133,20 @@ def test_a_small_head_outlives_large_tails() -> None:
     assert plan(model, 1).parts == [large]
 
 
+def test_what_takes_longer_to_compute_outlives_the_rest() -> None:
+    """Equal bytes, equal use: the KV of the slow model stays, and one nobody measured is worth their mean."""
+    model, costs = Model(), PrefillCosts()
+    identities = {name: Identity(shape_hash=name.encode()) for name in ("slow", "quick", "unknown")}
+    part = {name: add(model, node([1, 2], identity=each)) for name, each in identities.items()}
+    for name, per_token_s in (("slow", 1.0), ("quick", 0.1)):
+        costs.set(model.tree.shape_number(identities[name].shape_hash), PrefillCost(per_token_s, 0.0))
+    assert plan(model, 300, costs=costs).parts == [part["quick"], part["unknown"], part["slow"]]
+    behind = add(model, node([3, 4], node([1, 2], identity=identities["slow"]), identity=identities["slow"]))
+    assert plan(model, 200, costs=costs).parts == [part["quick"], part["unknown"]]
+    assert behind in plan(model, 400, costs=costs).parts
+    check_keys(model, [*part.values(), behind], costs)
+
+
 def test_windows_and_states_go_before_bases_and_anchors_last() -> None:
     """K29: away from anchors by age first; an anchor's by its worth; the base is untouched."""
     model, above, loose = Model(), None, []
@@ -213,9 +230,9 @@ def test_copies_in_ram_go_before_what_lives_there() -> None:
 
 def test_a_newcomer_does_not_push_out_what_is_worth_more() -> None:
     """FAULTS "write churn": nothing is evicted for a save that would be the next victim."""
-    model, cost = Model(), PrefillCost()
+    model = Model()
     add(model, node([1, 2]), hits=50.0)
-    ceiling = newcomer_score(cost, 0, 2, 100)
+    ceiling = newcomer_score(PrefillCost().seconds(0, 2), 100)
     assert not plan(model, 1, ceiling=ceiling).enough
     old = add(model, node([3, 4]), used=NOW - 10**5)
     assert plan(model, 1, ceiling=ceiling).parts == [old]

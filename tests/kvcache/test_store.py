@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 import trio
 import trio.testing
 
-from erllama.errors import InvalidConfig, InvalidOption, UnknownOption
+from erllama.errors import InvalidConfig, InvalidOption, MissingOption, UnknownOption
 from erllama.kvcache.files import Files
 from erllama.kvcache.key import Identity, Prompt
 from erllama.kvcache.kinds import PartKind, Provenance, Refusal, SaveReason
@@ -710,13 +711,31 @@ async def test_removing_a_tier_flushes_and_keeps_the_files(tmp_path: pathlib.Pat
         lambda: DiskTier("kv", "/x", -1),
         lambda: DiskTier("kv", "/x", True),
         lambda: DiskTier("kv", "/x", 1, 0.0),
+        lambda: DiskTier("kv", "/x", 1, "fast"),  # type: ignore[arg-type]
+        lambda: DiskTier("kv", 5),  # type: ignore[arg-type]
         lambda: RamTier(1.5),  # type: ignore[arg-type]
+        lambda: RamTier(1, None, "ram", 2),  # type: ignore[call-arg]
+        lambda: DiskTier("kv", "/x", root="/y"),  # type: ignore[misc]
     ],
 )
 def test_tiers_check_their_options(make) -> None:
     """M3: wrong values are refused before anything is touched."""
     with pytest.raises(InvalidOption):
         make()
+
+
+def test_tiers_name_what_is_wrong_with_their_arguments() -> None:
+    """By the name of the class that was typed, as option classes do; copies are made as of any dataclass."""
+    with pytest.raises(MissingOption, match=r"DiskTier needs root, as in DiskTier\(root=…\)") as missing:
+        DiskTier("kv")  # type: ignore[call-arg]
+    assert missing.value.detail == {"key": "root"}
+    with pytest.raises(UnknownOption, match="DiskTier has no option 'maxbytes'; did you mean 'max_bytes'"):
+        DiskTier("kv", "/x", maxbytes=2)  # type: ignore[call-arg]
+    with pytest.raises(UnknownOption, match="RamFileTier has no option 'size'; known options: max_bytes, "):
+        RamFileTier(name="kv", root="/x", size=2)  # type: ignore[call-arg]
+    with pytest.raises(UnknownOption, match="RamTier has no option 'spil'; did you mean 'spill'"):
+        RamTier(spil="kv")  # type: ignore[call-arg]
+    assert replace(DiskTier("kv", root="/x", max_bytes=2), root="/y") == DiskTier("kv", "/y", 2)
 
 
 async def test_an_unknown_spill_tier_is_refused() -> None:
@@ -897,13 +916,37 @@ async def test_a_read_only_root_serves(tmp_path: pathlib.Path) -> None:
         assert await b.read([20]) == 1
 
 
-async def test_a_root_that_cannot_be_made_is_off(tmp_path: pathlib.Path) -> None:
-    """A plain file where the folder should be: the store runs on RAM and says so."""
+async def test_a_root_that_cannot_be_made_is_refused(tmp_path: pathlib.Path) -> None:
+    """A plain file where the folder should be: no start without what was asked for."""
     (tmp_path / "file").write_text("x")
-    async with bench(tmp_path / "file" / "root") as b:
+    for wrong in (tmp_path / "file", tmp_path / "file" / "root", tmp_path / "/proc/nope"):
+        with pytest.raises(InvalidConfig, match=r"tier 'kv': .* cannot be its folder") as caught:
+            async with bench(wrong):
+                raise AssertionError("must not open")
+        assert caught.value.detail == {"key": "root", "value": str(wrong)}
+    async with bench(tmp_path / "right") as b:
+        with pytest.raises(InvalidConfig, match="tier 'other'"):
+            await b.store.add_tier(DiskTier("other", str(tmp_path / "file")))
+        assert [tier.name for tier in b.store.list_tiers()] == ["ram", "kv"]
+        await b.store.add_tier(DiskTier("other", str(tmp_path / "other")))
+        await b.save([1], tier="other")
+        assert await b.read([1]) == 1
+        await b.settle()
+
+
+async def test_a_root_on_a_broken_device_is_off(
+    tmp_path: pathlib.Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    """The place is right and the device is not: the store runs on RAM, says so, and tries again."""
+    files = FailingFiles(errno.EIO, call="make_folder")
+    async with bench(tmp_path / "root", files=files) as b:
         assert not b.tier().on
+        assert "Input/output" in b.tier().error
         await b.save([1], tier="kv")
         assert await b.read([1]) == 1
+        files.on = False
+        await trio.sleep(5)
+        assert b.tier().on
 
 
 async def test_a_root_removed_while_running(

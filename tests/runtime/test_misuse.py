@@ -61,6 +61,8 @@ async def test_blocks_that_were_not_entered_say_so():
         await open_engine().load_model("x")
     with pytest.raises(RequestError, match=r"async with open_engine\(\) as engine:"):
         await open_engine()
+    with pytest.raises(RequestError, match=r"async with open_engine\(\) as engine:"), open_engine():
+        raise AssertionError("entered")
     async with loaded() as model:
         with pytest.raises(RequestError, match=r"async with model\.stream\(…\) as events:"):
             async for _ in model.stream("p"):

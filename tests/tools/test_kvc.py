@@ -323,6 +323,10 @@ def test_paths_are_never_wrapped(
         (["stats", "/nowhere"], "/nowhere: no such file or folder"),
         (["prune", "FOLDER"], "give a limit: --max-bytes, --older-than or --shape"),
         (["prune", "FOLDER", "--max-bytes", "5X"], "'5X' is no size; write it as 500M or 20G"),
+        (["prune", "FOLDER", "--olderthan", "1"], "unknown argument --olderthan; did you mean --older-than?"),
+        (["stats", "FOLDER", "--jsn"], "unknown argument --jsn; did you mean --json?"),
+        (["stats", "FOLDER", "--xyz"], "unknown argument --xyz; see --help"),
+        (["stats", "FOLDER", "more"], "unknown argument more; see --help"),
     ],
 )
 def test_mistakes_are_named(
