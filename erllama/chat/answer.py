@@ -4,12 +4,15 @@ Rule 1: a delta is what a later parse has more than an earlier one; what was giv
 Rule 2: a call is announced with id and name once its arguments begin; the rest of it is arguments.
 Rule 3: a call is in the message only if its arguments are a whole JSON object: none is ever made up.
 Rule 4: what cannot be read as the model was to write it is content, unless it was given out as anything else.
+Rule 5: where no grammar held the calls, one that cannot be read is content from its beginning, whatever was
+given out; and arguments are what the model wrote for them.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import secrets
 import string
 import time
@@ -18,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from erllama import llama
 from erllama.errors import InvalidContent
+from erllama.llama.chat import WORD
 from erllama.types import ChatMessage, ToolCall
 
 if TYPE_CHECKING:
@@ -122,8 +126,13 @@ class Answer:
     def finish(self, *, complete: bool) -> tuple[list[Delta], ChatMessage]:
         """The last deltas, and the message: what was given out. `complete`: the model ended it itself."""
         whole = self._parse(partial=False) if complete else None
-        parsed = whole or self._parse(partial=True) or self._last_read()
-        if len(parsed["tool_calls"]) < self._n_announced():
+        read = whole or self._parse(partial=True)
+        parsed = read or self._last_read()
+        if (complete or read is None) and (
+            unread := self._unread(parsed, is_read=read is not None)
+        ) is not None:
+            parsed = self._raw_from(*unread)
+        elif len(parsed["tool_calls"]) < self._n_announced():
             parsed = self._with_announced()
         calls = [
             call for i, each in enumerate(parsed["tool_calls"]) if (call := self._call(i, each)) is not None
@@ -143,6 +152,44 @@ class Answer:
 
     def _n_announced(self) -> int:
         return max((i + 1 for i, call in enumerate(self._calls) if call.is_announced), default=0)
+
+    def _unread(self, parsed: dict[str, Any], *, is_read: bool) -> tuple[dict[str, Any], int] | None:
+        """The answer with most calls, and how many of them come before one that is to be shown as text."""
+        most = parsed if len(parsed["tool_calls"]) >= len(self._called["tool_calls"]) else self._called
+        calls = most["tool_calls"]
+        n_read = next((i for i, call in enumerate(calls) if self._call(i, call) is None), len(calls))
+        if n_read == len(calls):  # what made an answer unreadable behind them may be one more call
+            is_behind = bool(calls) and (not is_read or most is not parsed)
+            return (most, n_read) if is_behind and not self._params.are_calls_held else None
+        is_shown = not self._params.are_calls_held or _is_object(calls[n_read]["arguments"])
+        return (most, n_read) if is_shown else None
+
+    def _raw_from(self, most: dict[str, Any], n_calls: int) -> dict[str, Any]:
+        """The first calls, and as text whatever is behind them."""
+        if n_calls == 0:
+            return self._as_content(most)
+        calls = most["tool_calls"][:n_calls]
+        at = self._end_of(calls)
+        marks = [text.strip() for kind, text in self._params.applied.triggers if kind == WORD]
+        found = [place for mark in marks if mark and (place := self._text.find(mark, at)) >= 0]
+        if not found and n_calls == len(most["tool_calls"]):
+            return self._with_announced()
+        content = self._content + _more(self._content, most["content"])
+        return {**most, "tool_calls": calls, "content": content + self._text[min(found, default=at) :]}
+
+    def _end_of(self, calls: list[dict[str, str]]) -> int:
+        """Where in the text the last of these calls was read as it is."""
+        begin, end = 0, len(self._text)
+        while end - begin > 1:
+            middle = (begin + end) // 2
+            parsed = self._parse(partial=True, end=middle)
+            read = [] if parsed is None else parsed["tool_calls"]
+            wanted = calls[-1]["arguments"]
+            if len(read) > len(calls) or (len(read) == len(calls) and read[-1]["arguments"] == wanted):
+                end = middle
+            else:
+                begin = middle
+        return end
 
     def _with_announced(self) -> dict[str, Any]:
         """The calls that were given out, and behind them the text that made all of it unreadable."""
@@ -186,7 +233,7 @@ class Answer:
         self._parsed_at = len(text)
         started = time.perf_counter()
         try:
-            parsed = self._parser.parse(text, partial=partial)
+            parsed = _as_written(self._parser.parse(text, partial=partial), self._params)
         except InvalidContent as why:
             log.debug("%s", why)
             return None
@@ -211,6 +258,8 @@ class Answer:
         calls = parsed["tool_calls"]
         for index, call in enumerate(calls):
             found += self._call_deltas(index, call, is_over=final or index + 1 < len(calls))
+            if not (self._params.are_calls_held or self._calls[index].is_announced):
+                break  # it may turn out to be text, and then so is what follows
         return found
 
     def _call_deltas(self, index: int, call: Mapping[str, str], *, is_over: bool) -> list[Delta]:
@@ -218,6 +267,8 @@ class Answer:
         if not state.is_announced:
             # A name may still grow while nothing follows it.
             if call["name"] not in self._params.tool_names or not (call["arguments"] or is_over):
+                return []
+            if not self._params.are_calls_held and not _is_begun(call["arguments"]):
                 return []
             state.is_announced, state.name = True, call["name"]
             return [CallDelta(index, state.id, state.name, ""), *self._argument_deltas(index, call)]
@@ -254,7 +305,7 @@ def read_answer(params: ChatParams, text: str, *, partial: bool) -> ChatMessage:
     """A whole answer, or with `partial` its beginning, as a message. Raises: `InvalidContent`."""
     with llama.ChatParser(params.applied.parser) as parser:
         try:
-            parsed = parser.parse(text, partial=partial)
+            parsed = _as_written(parser.parse(text, partial=partial), params)
         except InvalidContent:
             if not partial:
                 raise
@@ -282,12 +333,53 @@ def new_call_id() -> str:
 
 
 def decoded(arguments: str) -> dict[str, Any] | None:
-    """A call's arguments, or None if they are no JSON object."""
+    """A call's arguments, or None if they are no JSON object, or have a number that is none (1e999)."""
     try:
-        value = json.loads(arguments)
+        value = json.loads(arguments, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"{number} is beyond what a float holds")
+    return value
+
+
+def _is_object(arguments: str) -> bool:
+    """Whether they are a JSON object, be its numbers what they may."""
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _is_begun(arguments: str) -> bool:
+    """Whether there is more of them than the brace that the parser begins every call with."""
+    return arguments.startswith("{") and arguments != "{"
+
+
+def _as_written(parsed: dict[str, Any], params: ChatParams) -> dict[str, Any]:
+    """Where no grammar held calls, their arguments as they were written: the parser makes {} of no object."""
+    if params.are_calls_held:
+        return parsed
+    calls = [
+        call if not (written := call["written"].strip()) or written.startswith("{")
+        else {**call, "arguments": _unquoted(written)}
+        for call in parsed["tool_calls"]
+    ]  # fmt: skip
+    return {**parsed, "tool_calls": calls}
+
+
+def _unquoted(written: str) -> str:
+    """The object that a string holds, as OpenAI's own format has it; else what was written."""
+    try:
+        value = json.loads(written)
+    except (ValueError, RecursionError):
+        return written
+    return value.strip() if isinstance(value, str) and decoded(value) is not None else written
 
 
 def _more(sent: str, now: str) -> str:

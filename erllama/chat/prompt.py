@@ -14,6 +14,7 @@ from erllama.errors import InvalidContent, InvalidOption, NotSupported
 from erllama.llama.chat import PATTERN, PATTERN_FULL, WORD
 
 from .authored import Marked, Neutral, changed_inputs, without_escapes
+from .call_first import call_first, one_call
 from .grammar import schema_text, sealed
 from .history import with_calls_as_sampled
 from .markup import choose_mark, continued, unescaped
@@ -41,6 +42,7 @@ class ChatParams:
 
     In `prompt` control tokens and the same characters in a message look alike; in `prompt_ids` they do not.
     `n_head`: tokens before the first message of the user (system message and tools); 0 if that is unknown.
+    `are_calls_held`: false where no grammar sees to it that calls are in their form.
     """
 
     prompt: str = field(repr=False)
@@ -49,6 +51,7 @@ class ChatParams:
     tool_names: tuple[str, ...] = ()
     n_head: int = 0
     prefilled: bool = False
+    are_calls_held: bool = True
     apply_s: float = 0.0
 
     @property
@@ -88,7 +91,8 @@ class Renderer:
         started = time.perf_counter()
         checked = [self._unhidden(message) for message in check_messages(messages)]
         tools = check_tools(options.tools, options.tool_choice)
-        checked = with_calls_as_sampled(checked, tools)
+        if options.lazy_tool_grammar or tools.strict:
+            checked = with_calls_as_sampled(checked, tools)
         schema = schema_of(options.response_format, json_schema)
         check_together(tools, schema, grammar)
         inputs = self._inputs(checked, tools, options, schema)
@@ -106,13 +110,15 @@ class Renderer:
         mark = choose_mark(schema_text([shown, prompt]) + prompt)
         marked = self._marked(prompt, shown, mark)
         prompt_ids = self._template.markup.tokens(marked, mark, self._vocabulary.tokenize)
+        held = self._held(applied, inputs, lazily=options.lazy_tool_grammar or tools.strict)
         return ChatParams(
             prompt=prompt,
             prompt_ids=prompt_ids,
-            applied=_held(applied, lazily=options.lazy_tool_grammar or tools.strict),
+            applied=held,
             tool_names=tools.names,
             n_head=self._n_head(marked, mark, prompt_ids, applied),
             prefilled=inputs["continue_final_message"] != "none",
+            are_calls_held=bool(held.grammar),
             apply_s=time.perf_counter() - started,
         )
 
@@ -208,6 +214,20 @@ class Renderer:
 
     # --- the answer ---
 
+    def _held(self, applied: llama.Applied, inputs: dict[str, Any], *, lazily: bool) -> llama.Applied:
+        """With the grammar that the answer is held to: a lazy one only if that is wanted."""
+        if applied.grammar_lazy and not lazily:
+            return dataclasses.replace(applied, grammar="", grammar_lazy=False)
+        grammar, begun = applied.grammar, _begun(inputs, applied)
+        if "tools" in inputs and inputs["tool_choice"] == "required" and begun is not None:
+            told_apart = applied
+            if inputs["reasoning_format"] == "none":  # where thinking is content, so is what may be said
+                told_apart = self._template.native.apply({**inputs, "reasoning_format": "auto"})
+            grammar = call_first(told_apart, begun)
+        if grammar and "tools" in inputs and not inputs["parallel_tool_calls"]:
+            grammar = one_call(applied, grammar)
+        return dataclasses.replace(applied, grammar=sealed(grammar))
+
     def guide(self, params: ChatParams, *, thinking_budget: int | None, own_grammar: bool) -> Guide:
         """How the answer's sampler is set up. `own_grammar`: it is the caller's, not the template's."""
         applied, words = params.applied, self._vocabulary
@@ -273,11 +293,14 @@ def _escaped(text: str) -> str:
     return re.sub(r"([.^$|()*+?\[\]{}\\])", r"\\\1", text)
 
 
-def _held(applied: llama.Applied, *, lazily: bool) -> llama.Applied:
-    """With the grammar that the answer is held to: a lazy one only if that is wanted."""
-    if applied.grammar_lazy and not lazily:
-        return dataclasses.replace(applied, grammar="", grammar_lazy=False, triggers=())
-    return dataclasses.replace(applied, grammar=sealed(applied.grammar))
+def _begun(inputs: Mapping[str, Any], applied: llama.Applied) -> str | None:
+    """The content that the prompt has of the answer already; None if it was rendered as something else."""
+    if inputs["continue_final_message"] == "none":
+        return ""
+    content = inputs["messages"][-1].get("content") or ""
+    parts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    made = [text for text in ("".join(parts), "\n".join(parts)) if applied.generation_prompt.endswith(text)]
+    return made[0] if made else None
 
 
 def _begins_thinking(applied: llama.Applied) -> bool:

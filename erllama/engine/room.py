@@ -49,6 +49,7 @@ class Room:
         self._model_id = opened.model_id
         self._lanes = lanes
         self._n_batch = opened.facts.n_batch
+        self._cuttable = opened.facts.layout is None or opened.facts.layout.cuttable
         self._tally = tally
         self._wake = wake
         self._end = end
@@ -64,6 +65,13 @@ class Room:
     def patience_s(self, now: float) -> float:
         """Seconds until those who stand still go on, if nothing else happens."""
         return math.inf if self.stalled_since is None else self.stalled_since + SAVE_PATIENCE_S - now
+
+    @property
+    def lone_chunk(self) -> int:
+        """For a prompt where nobody decodes; not to jump far beyond what others wait for, where they take a
+        beginning whole or not at all."""
+        is_followed = bool(self._following) and not self._cuttable
+        return self.chunks.beside if is_followed else self.chunks.alone
 
     def going(self) -> Going:
         """Who can go on as things are."""

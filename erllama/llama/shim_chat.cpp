@@ -14,7 +14,9 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
+#include "chat-peg-parser.h"
 #include "chat.h"
 #include "common.h"
 #include "json-schema-to-grammar.h"
@@ -216,6 +218,28 @@ common_json applied_json(const common_chat_params &params, const common_chat_tem
     };
 }
 
+// What stands for the arguments of each call, in order. The mapper makes {} of what is no object.
+std::vector<std::string> written_arguments(const std::string &input, const common_chat_parser_params &params) {
+    const std::string all = params.generation_prompt + input;
+    common_peg_parse_context context(all, COMMON_PEG_PARSE_FLAG_LENIENT);
+    const auto result = params.parser.parse(context);
+    std::vector<std::string> found;
+    std::string before;  // some formats write the name behind the arguments
+    bool is_named = false;
+    context.ast.visit(result, [&](const common_peg_ast_node &node) {
+        if (node.tag == common_chat_peg_builder::TOOL_OPEN) {
+            before.clear();
+            is_named = false;
+        } else if (node.tag == common_chat_peg_builder::TOOL_NAME) {
+            found.push_back(before);
+            is_named = true;
+        } else if (node.tag == common_chat_peg_builder::TOOL_ARGS) {
+            (is_named ? found.back() : before) = std::string(node.text);
+        }
+    });
+    return found;
+}
+
 // An answer that is not in its template's form is the caller's to report, and its text is nobody's to log.
 struct quiet_log {
     quiet_log() {
@@ -331,10 +355,18 @@ char *shim_chat_parse(const struct el_chat_parser *parser, const char *text, siz
     const std::string input(text, n_text);
     check_nesting(input, "the answer", false);
     const quiet_log quiet;
-    const auto message = common_chat_parse(input, is_partial, parser->params);
+    const auto &params = parser->params;
+    const auto message = common_chat_parse(input, is_partial, params);
+    const auto is_empty = [](const common_chat_tool_call &call) { return call.arguments == "{}"; };
+    std::vector<std::string> written;
+    if (!params.parser.empty() && std::any_of(message.tool_calls.begin(), message.tool_calls.end(), is_empty)) {
+        written = written_arguments(input, params);
+    }
     common_json calls = common_json::array();
     for (const auto &call : message.tool_calls) {
-        calls.push_back({{"id", call.id}, {"name", call.name}, {"arguments", call.arguments}});
+        const size_t i = calls.size();
+        const bool is_known = written.size() == message.tool_calls.size() && is_empty(call);
+        calls.push_back({{"id", call.id}, {"name", call.name}, {"arguments", call.arguments}, {"written", is_known ? written[i] : ""}});
     }
     const common_json parsed = {
         {"role", message.role},

@@ -46,6 +46,7 @@ class _Call:
             return None
         try:
             arguments = json.loads(self.arguments)
+            json_bytes(arguments)  # a number may be too large to be written again
         except (ValueError, RecursionError):
             return None
         self.is_told = True

@@ -73,8 +73,8 @@ class Translation(Protocol):
 
 
 def json_bytes(value: object) -> bytes:
-    """Compact JSON; lone surrogates, which are no UTF-8, become U+FFFD."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    """Compact JSON; lone surrogates become U+FFFD. Raises: `ValueError` (NaN, infinity: they are no JSON)."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", errors="replace")
 
 

@@ -7,9 +7,18 @@ import json
 import pytest
 
 from chat.scenes import NAMES, ONE_CALL, TOOLS, USER, call, templates, written
-from erllama.chat.answer import Answer, CallDelta, ContentDelta, ReasoningDelta, decoded, new_call_id
+from erllama.chat.answer import (
+    Answer,
+    CallDelta,
+    ContentDelta,
+    ReasoningDelta,
+    decoded,
+    new_call_id,
+    read_answer,
+)
 from erllama.chat.messages import check_messages
 from erllama.chat.prompt import ChatParams
+from erllama.errors import InvalidContent
 
 pytestmark = pytest.mark.model
 
@@ -172,3 +181,125 @@ def test_two_calls_with_one_id_get_two():
     assert second.id not in ("", "0")
     assert [d.id for d in deltas if isinstance(d, CallDelta) and d.id] == [first.id, second.id]
     assert check_messages([USER, message])
+
+
+QWEN = "Qwen-Qwen2.5-7B-Instruct"
+GOOD = '<tool_call>\n{"name": "get_time", "arguments": {"city": "Oslo"}}\n</tool_call>'
+
+
+def free_read_of(text, name=QWEN, *, complete=True, step=3):
+    """An answer that no grammar held, fed in steps: its deltas, and its message."""
+    applied = templates(name).apply({"messages": [USER], "tools": TOOLS})
+    params = ChatParams(
+        prompt="",
+        prompt_ids=[],
+        applied=applied,
+        tool_names=("get_weather", "get_time"),
+        are_calls_held=False,
+    )
+    deltas = []
+    with Answer(params) as answer:
+        for at in range(0, len(text), step):
+            deltas += answer.feed(text[at : at + step])
+        more, message = answer.finish(complete=complete)
+    deltas += more
+    assert message.content == joined(ContentDelta, deltas)
+    for i, made in enumerate(message.tool_calls):
+        sent = [d.arguments for d in deltas if isinstance(d, CallDelta) and d.index == i]
+        assert "".join(sent) == made.arguments_json
+    return deltas, message
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": }\n</tool_call>',
+        'Text first. <tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome}\n</tool_call> And so',
+        'Text first.\n<tool_call>\n{"name": "get_weather", "arguments": {"city" "Rome"}}\n</tool_call>',
+        '<tool_call>\n{"name": "get_weather", "arguments": {"n": 1e999}}\n</tool_call>',
+        '<tool_call>\n{"name": "get_rain", "arguments": {"city": "Rome"}}\n</tool_call>',
+    ],
+)
+def test_without_a_grammar_no_text_of_a_call_is_lost(text, step):
+    """A call that cannot be read is text, all of it; a good one before it stays a call."""
+    _, message = free_read_of(text, step=step)
+    assert message.tool_calls == ()
+    assert message.content == text
+    if step == 1000:
+        return  # nothing was read before it became unreadable
+    _, message = free_read_of(f"{GOOD}\n{text}", step=step)
+    [made] = message.tool_calls
+    assert (made.name, made.arguments) == ("get_time", {"city": "Oslo"})
+    assert message.content.endswith(text[text.index("<tool_call>") :])
+    assert "get_time" not in message.content
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize("value", ['"Rome"', "[1, 2]", "5", "null", "true", '"[1]"', '"{\\"city\\": "'])
+def test_arguments_are_never_made_up(value, step):
+    """Upstream's parser makes {} of what is no object: a successful call that nobody asked for."""
+    text = f'<tool_call>\n{{"name": "get_weather", "arguments": {value}}}\n</tool_call>'
+    deltas, message = free_read_of(text, step=step)
+    assert message.tool_calls == ()
+    assert message.content == text
+    assert not [delta for delta in deltas if isinstance(delta, CallDelta)]
+    _, message = free_read_of(GOOD + text, step=step)
+    assert [made.name for made in message.tool_calls] == ["get_time"]
+    assert message.content == text
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        ("{}", {}),
+        ("{ }", {}),
+        (r'"{\"city\": \"Rome\"}"', {"city": "Rome"}),
+        (r'" {\"city\": \"a \\\"b\\\"\"} "', {"city": 'a "b"'}),
+        ('"{}"', {}),
+    ],
+)
+def test_an_object_is_read_also_from_a_string(value, wanted, step):
+    """As OpenAI's own format has it; an empty one where one was written."""
+    text = f'<tool_call>\n{{"name": "get_weather", "arguments": {value}}}\n</tool_call>'
+    _, message = free_read_of(text + GOOD, step=step)
+    assert [(made.name, made.arguments) for made in message.tool_calls] == [
+        ("get_weather", wanted),
+        ("get_time", {"city": "Oslo"}),
+    ]
+    assert message.content == ""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_calls_that_no_grammar_held_are_read(name):
+    """The same as with one, in every family."""
+    _, text = written(templates(name), ONE_CALL)
+    _, message = free_read_of(text, name)
+    [made] = message.tool_calls
+    assert (made.name, made.arguments) == ("get_weather", {"city": "Oslo"})
+    _, cut = free_read_of(text[: text.index("Oslo")], name, complete=False)
+    assert cut.tool_calls == ()
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "Infinity", "NaN"])
+def test_numbers_that_are_none_are_no_arguments(number):
+    """JSON has no infinity, so nobody could be sent one; the call is there as text."""
+    assert decoded(f'{{"n": {number}}}') is None
+    assert decoded('{"n": 1e9, "m": [-0.5]}') == {"n": 1e9, "m": [-0.5]}
+    text = '<tool_call>\n{"name": "get_weather", "arguments": {"n": 1e999}}\n</tool_call>'
+    _, message = read_of(QWEN, text, complete=True)
+    assert message.tool_calls == ()
+    assert message.content == text
+
+
+@pytest.mark.parametrize("value", ["5", '"Rome"'])
+def test_a_whole_text_with_made_up_arguments_is_refused(value):
+    """`chat_parse` says so."""
+    applied = templates(QWEN).apply({"messages": [USER], "tools": TOOLS})
+    params = ChatParams(
+        prompt="", prompt_ids=[], applied=applied, tool_names=("get_weather",), are_calls_held=False
+    )
+    text = f'<tool_call>\n{{"name": "get_weather", "arguments": {value}}}\n</tool_call>'
+    with pytest.raises(InvalidContent, match="no JSON object"):
+        read_answer(params, text, partial=False)

@@ -65,3 +65,27 @@ def test_the_prompt_does_not_depend_on_a_clients_order(name):
     )
     assert one.prompt == two.prompt
     assert json.loads(json.dumps(ordered)) == other
+
+
+@pytest.mark.model
+def test_without_a_grammar_the_order_is_the_models_own():
+    """No grammar chose an order, so none is put back; a strict tool has one."""
+    schema = {
+        "type": "object",
+        "properties": {"b": NUMBER, "a": NUMBER},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    function = {"name": "f", "description": "d", "parameters": schema}
+    messages = [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [call("call1aaaa", "f", b=1, a=2)]},
+        {"role": "tool", "tool_call_id": "call1aaaa", "name": "f", "content": "ok"},
+    ]
+    render, _ = renderer("Qwen-Qwen2.5-7B-Instruct")
+    for lazily, strict in [(True, False), (False, False), (False, True)]:
+        tools = [{"type": "function", "function": {**function, "strict": strict}}]
+        prompt = render.render(messages, ChatOptions(tools=tools, lazy_tool_grammar=lazily)).prompt
+        as_sent = '{"b": 1, "a": 2}' in prompt
+        assert as_sent == (not lazily and not strict)
+        assert as_sent != ('{"a": 2, "b": 1}' in prompt)

@@ -274,6 +274,24 @@ async def test_a_tool_may_be_called(smollm2_path):
     await with_model(smollm2_path, work, chat_template=CALLS)
 
 
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "get_time"}}], ids=str
+)
+async def test_a_required_call_comes_first(smollm2_path, choice):
+    """H10: this model, left alone, talks until its context ends, and "length" is no call."""
+
+    async def work(model):
+        for seed in range(3):
+            asked = [{"role": "user", "content": f"Tell a story of {seed} towns."}]
+            options = {"tools": ASKABLE, "tool_choice": choice, "parallel_tool_calls": False}
+            answer = await model.chat(asked, **options, seed=seed, max_tokens=150)
+            assert answer.message.content.strip() == ""
+            assert answer.message.tool_calls, model.detokenize(answer.generated)
+            assert answer.finish_reason != "length", model.detokenize(answer.generated)
+
+    await with_model(smollm2_path, work, chat_template=CALLS)
+
+
 async def test_tools_need_a_template_that_knows_them(smollm2_path):
     """SmolLM2's own does not: that is said, not ignored."""
 

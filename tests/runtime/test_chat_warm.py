@@ -117,3 +117,28 @@ async def test_answers_are_found_in_the_tokens_that_were_sampled(smollm2_path):
     assert rendered[:n_history] != first.context_tokens[:-1], "the tokenizer cuts as the model did: no test"
     assert second.context_tokens[:n_history] == first.context_tokens[:-1]
     assert second.stats.n_computed <= second.stats.n_prompt - n_history + 2
+
+
+# Answers of earlier turns come with other spaces than the model wrote.
+SPACED = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content | replace(' ', '  ') if m.role == 'assistant' else m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.mark.parametrize("warmed", [False, True])
+async def test_an_answer_that_is_written_otherwise_can_be_computed_ahead(smollm2_path, warmed):
+    """The guide's advice: `warm` with the answer, rendered as history."""
+    policy = erllama.SavePolicy(min_tokens=16, cold_min_tokens=16)
+    async with erllama.open_engine() as engine:
+        options = erllama.ContextOptions(n_ctx=2048, n_threads=1)
+        model = await engine.load_model(smollm2_path, context=options, policy=policy, chat_template=SPACED)
+        messages = [{"role": "user", "content": "Tell a long story of a fox."}]
+        answer = await model.chat(messages, temperature=0.0, max_tokens=120)
+        messages.append(answer.message)
+        if warmed:
+            await model.warm(messages, add_generation_prompt=False)
+        messages.append({"role": "user", "content": "Go on."})
+        stats = (await model.chat(messages, max_tokens=2)).stats
+    assert answer.reply.count(" ") > 40
+    assert (stats.n_computed <= 24) == warmed, stats

@@ -156,3 +156,30 @@ async def test_refusals_raise_the_class_of_their_status(status, kind, ask):
         assert refused.value.status_code == status
         if "n" in ask:
             assert refused.value.param == "n"
+
+
+def no_constant(name):
+    raise AssertionError(f"{name} is no JSON")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat"])
+async def test_numbers_that_json_has_not_are_never_sent(path, streamed):
+    """A model wrote 1e999: every reply is JSON, and there is no call with an infinity."""
+    says = '<tool_call>\n{"name": "f", "arguments": {"n": 1e999}}\n</tool_call>'
+    schema = {"type": "object", "properties": {"n": {"type": "number"}}}
+    function = {"name": "f", "description": "d"}
+    tool = {"type": "function", "function": {**function, "parameters": schema}}
+    if path == "/v1/messages":
+        tool = {**function, "input_schema": schema}
+    body = {"model": "fake", "messages": HELLO, "tools": [tool], "stream": streamed, "max_tokens": 400}
+    if path == "/api/chat":
+        del body["max_tokens"]
+    async with serving(partial(ScriptedChat, says=says)) as scene:
+        reply = await scene.client.post(path, json=body)
+    assert reply.status_code == 200
+    lines = [line.removeprefix("data: ") for line in reply.text.splitlines()]
+    told = [json.loads(line, parse_constant=no_constant) for line in lines if line.startswith("{")]
+    assert told
+    assert not any("error" in each for each in told)
+    assert '"input":{"n"' not in reply.text
