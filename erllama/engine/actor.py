@@ -365,7 +365,7 @@ class Actor:
         limits = Limits(
             n_batch=self.facts.n_batch,
             prefill_chunk=min(chunks.beside, squeeze),
-            lone_chunk=min(self._room.lone_chunk, squeeze),
+            lone_chunk=min(chunks.alone, squeeze),
             n_cells=going.n_cells,
             prefill_budget=self._tally.pace.prefill_budget(self._options.step_target_s),
             boundary=self._boundary,

@@ -49,13 +49,15 @@ class Room:
         self._model_id = opened.model_id
         self._lanes = lanes
         self._n_batch = opened.facts.n_batch
-        self._cuttable = opened.facts.layout is None or opened.facts.layout.cuttable
         self._tally = tally
         self._wake = wake
         self._end = end
         self._following: set[Sequence] = set()  # they wait for an older one that computes the same prompt
         self._alone: Sequence | None = None  # who starts over because memory refused it
         self.chunks = Chunks.of(opened.options.prefill_chunk_size, opened.facts.n_batch)
+        if opened.facts.layout is not None and not opened.facts.layout.cuttable:
+            # Others take a beginning whole or not at all: larger pieces would pass by where they could.
+            self.chunks = self.chunks._replace(alone=self.chunks.beside)
         self.squeeze: int | None = None  # a smaller chunk after a refused step
         self.stalled_since: float | None = None  # nobody goes on until residents are saved, and leave
 
@@ -65,13 +67,6 @@ class Room:
     def patience_s(self, now: float) -> float:
         """Seconds until those who stand still go on, if nothing else happens."""
         return math.inf if self.stalled_since is None else self.stalled_since + SAVE_PATIENCE_S - now
-
-    @property
-    def lone_chunk(self) -> int:
-        """For a prompt where nobody decodes; not to jump far beyond what others wait for, where they take a
-        beginning whole or not at all."""
-        is_followed = bool(self._following) and not self._cuttable
-        return self.chunks.beside if is_followed else self.chunks.alone
 
     def going(self) -> Going:
         """Who can go on as things are."""

@@ -12,7 +12,7 @@ import pytest
 @pytest.mark.slow
 def test_it_measures_both_sides_and_the_heartbeat(tiny_gguf, tmp_path, capsys, monkeypatch):
     """Both comparisons and all phases, as a table and as JSON; both sides say the same tokens."""
-    monkeypatch.setattr(bench_step, "LONG_PROMPT", bench_step.LONG_PROMPT[:900])
+    monkeypatch.setattr(bench_step, "LONG_PROMPT", bench_step.LONG_PROMPT[:3600])
     file = tmp_path / "result.json"
     arguments = ["--runs", "2", "--tokens", "4", "--model", str(tiny_gguf("dense")), "--json", str(file)]
     assert bench_step.main(arguments) == 0
