@@ -1,7 +1,7 @@
 """The compute threads of one context: kept from graph to graph.
 
-Without them ggml makes new threads for every graph. That costs 2 to 3 % of a step of a small model on a quiet
-machine, and more on a busy one, where each has to be scheduled for the first time before the step can begin.
+Without them ggml makes new threads for every graph, and each has to be scheduled for the first time before a step
+can begin. What that costs is in docs/performance.md: something with one request, nothing that shows with many.
 """
 
 from __future__ import annotations
