@@ -1,7 +1,7 @@
 """The compute threads of one context: kept from graph to graph.
 
 Without them ggml makes new threads for every graph, and each has to be scheduled for the first time before a
-step can begin. What that costs is in docs/performance.md: something with one request, nothing shown with many.
+step can begin. What that costs is in docs/performance.md: a little with one request, nothing seen with many.
 """
 
 from __future__ import annotations
