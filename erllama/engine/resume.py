@@ -222,9 +222,9 @@ class _Restore:
             await ahead[0].done.wait()
             piece, data = ahead[0].piece, ahead[0].data
             if data is None:
-                if not self._is_stored(piece) or n_ahead == 1:
-                    if not await self._may_load_later(piece):
-                        return False
+                is_last_way = n_ahead == 1 or not self._is_stored(piece)
+                if is_last_way and not await self._may_load_later(piece):
+                    return False
                 n_ahead = max(1, n_ahead - 1)  # RAM has no room for so many; with fewer it may have
                 todo.extendleft(reversed([each.piece for each in ahead]))
                 await self._give_back(ahead)

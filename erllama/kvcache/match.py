@@ -152,7 +152,7 @@ class Lease:
         return [views[i] for i in range(len(indices))]
 
     async def room_may_come(self) -> bool:
-        """After a load that found no room: wait a moment for others to let go. False if nobody holds anything.
+        """After a load that found no room: wait a moment for others. False if nobody else holds anything.
 
         Cancellation: nothing is left behind.
         """
