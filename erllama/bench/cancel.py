@@ -22,7 +22,7 @@ N_AT_ONCE = 8
 LOOK_EVERY_S = 0.001
 
 
-async def measure(settings: Settings) -> Found:
+async def measure(settings: Settings, found: Found) -> None:
     """Left before, at or after their first token, eight at a time."""
     n_streams = settings.pick(10_000, 64)
     async with open_own(settings, n_ctx=1024, n_seq_max=N_AT_ONCE) as own:
@@ -36,23 +36,21 @@ async def measure(settings: Settings) -> Found:
         last.n_steps - steps.n_steps
     )
     leaving = Spread.of(leaving_s)
-    return Found(
-        figures=[
-            *(
-                single(f"left behind: {name}", "", [float(after[name] - before[name])], LEFT_BAR)
-                for name in before
-            ),
-            Figure(
-                name="from leaving until nothing is left of it",
-                unit="ms",
-                ours=Spread(1000 * leaving.median, 1000 * leaving.half, leaving.n),
-                other=Spread(1000 * step_s, 0.0, 1),
-                other_name="one step",
-                ratio=Spread(leaving.median / step_s, 0.0, 1),
-                bar=STEP_BAR,
-            ),
-        ],
-        notes=[f"{n_streams // N_AT_ONCE * N_AT_ONCE} streams."],
+    await found.add(
+        *(
+            single(f"left behind: {name}", "", [float(after[name] - before[name])], LEFT_BAR)
+            for name in before
+        ),
+        Figure(
+            name="from leaving until nothing is left of it",
+            unit="ms",
+            ours=Spread(1000 * leaving.median, 1000 * leaving.half, leaving.n),
+            other=Spread(1000 * step_s, 0.0, 1),
+            other_name="one step",
+            ratio=Spread(leaving.median / step_s, 0.0, 1),
+            bar=STEP_BAR,
+        ),
+        notes=(f"{n_streams // N_AT_ONCE * N_AT_ONCE} streams.",),
     )
 
 
