@@ -50,7 +50,7 @@ def write_for_ever(root: str, seed: int, started: Connection) -> None:
 def all_kinds(rng: random.Random) -> dict[str, Any]:
     """Options of a save: which parts a node has, and how large they are; large ones take several writes."""
     kinds = (PartKind.BASE, *rng.choice([(), (PartKind.WINDOW,), (PartKind.STATE,)]))
-    sizes = {kind: rng.choice([0, 900, 40_000, 300_000]) for kind in kinds}
+    sizes = {kind: rng.choice([0, 900, 9_000, 150_000]) for kind in kinds}
     return {"kinds": kinds, "sizes": sizes}
 
 
