@@ -39,6 +39,11 @@ def is_prefilled(messages: list[dict[str, Any]]) -> bool:
     return messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
 
 
+def joined(content: str | list[dict[str, str]]) -> str:
+    """The text of a checked message."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
 def invalid(index: int, why: str, where: str = "messages") -> InvalidContent:
     """The error for one message or tool."""
     return InvalidContent(f"{where}[{index}]: {why}", detail={"index": index, "where": where})
