@@ -17,7 +17,7 @@ from .own import Own, open_own
 from .workload import Found, NotMeasured, Workload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from .settings import Settings
 
@@ -66,7 +66,7 @@ async def _round(own: Own, run: int) -> None:
 
 
 async def _open_and_leave(
-    own: Own, run: int, i: int, n_read: int, wait: Callable[[], object]
+    own: Own, run: int, i: int, n_read: int, wait: Callable[[], Awaitable[None]]
 ) -> tuple[float, float]:
     """Read so many tokens, wait, leave; when it left, and how long it took until nothing was left of it."""
     async with own.model.stream(_prompt(own, run, i), max_tokens=64, temperature=0.0) as events:
@@ -86,8 +86,8 @@ async def _beside_one_that_stays(own: Own, run: int) -> list[tuple[float, float]
     ended: list[tuple[float, float]] = []
 
     async def leave(i: int) -> None:
-        def wait() -> object:
-            return trio.sleep((seen[-1] - seen[-2]) * i / N_AT_ONCE if len(seen) > 1 else 0)
+        async def wait() -> None:
+            await trio.sleep((seen[-1] - seen[-2]) * i / N_AT_ONCE if len(seen) > 1 else 0)
 
         ended.append(await _open_and_leave(own, run, i, 2 + i % 4, wait))
 
