@@ -157,7 +157,8 @@ async def test_characters_in_arguments_stay_whole():
 
 async def test_two_chats_in_one_session():
     """The second is refused while the first is answered, and the session goes on."""
-    async with loaded(ScriptedChat(says="word " * 20)) as model:
+    backend = ScriptedChat(says="word " * 20)
+    async with loaded(backend, stream_buffer_events=8) as model:  # who reads no further is not done
         async with model.chat_stream([USER], session_id="s") as events:
             await events.__anext__()
             with pytest.raises(erllama.StickyBusy):
