@@ -12,6 +12,8 @@ from typing import Any
 from erllama.errors import InvalidContent
 from erllama.types import ChatMessage
 
+from .nesting import MAX_NESTING, is_too_deep
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 KEYS = {"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"}
 Message = Mapping[str, Any] | ChatMessage
@@ -143,6 +145,8 @@ class _Checker:
             decoded = json.loads(arguments or "{}")
         except (TypeError, ValueError, RecursionError) as why:
             raise self._fail(f"{where}: its arguments are not JSON: {why}") from None
+        if is_too_deep(decoded):
+            raise self._fail(f"{where}: its arguments are nested deeper than {MAX_NESTING}")
         if not isinstance(decoded, dict):
             raise self._fail(f"{where}: its arguments are a JSON object, not {arguments[:40]!r}")
         return self._text(arguments or "{}", f"{where}: arguments")

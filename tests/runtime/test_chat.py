@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -156,7 +157,8 @@ async def test_characters_in_arguments_stay_whole():
 
 async def test_two_chats_in_one_session():
     """The second is refused while the first is answered, and the session goes on."""
-    async with loaded(ScriptedChat(says="word " * 20)) as model:
+    backend = ScriptedChat(says="word " * 20)
+    async with loaded(backend, stream_buffer_events=8) as model:  # who reads no further is not done
         async with model.chat_stream([USER], session_id="s") as events:
             await events.__anext__()
             with pytest.raises(erllama.StickyBusy):
@@ -379,6 +381,33 @@ async def test_bad_options_are_typed_errors(options):
     async with loaded(ScriptedChat()) as model:
         with pytest.raises(InvalidOption):
             await model.chat([USER], **options)
+
+
+def nested(depth):
+    """Objects within one another."""
+    value = 1
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize("depth", [240, 450, 800, 5000])
+async def test_what_is_nested_too_deep_is_a_typed_error(depth):
+    """Wherever callers put JSON; what llama-common takes, Python's stack holds as well."""
+    odd = tool("odd")
+    odd["function"]["parameters"]["properties"]["n"] = {"enum": [nested(depth)]}
+    called = {"role": "assistant", "content": "", "tool_calls": [call("1", "get_time")]}
+    called["tool_calls"][0]["function"]["arguments"] = nested(depth)
+    asked = [
+        {"messages": [USER, called, result("1", "get_time", "x")], "tools": TOOLS},
+        {"tools": [odd]},
+        {"json_schema": {"const": nested(depth)}},
+        {"template_kwargs": {"x": nested(depth)}},
+    ]
+    async with loaded(ScriptedChat()) as model:
+        for options in asked:
+            with pytest.raises((InvalidContent, InvalidGrammar)) if depth > 256 else contextlib.nullcontext():
+                await model.chat(options.pop("messages", [USER]), **options)
 
 
 async def test_unknown_options_name_the_nearest():
