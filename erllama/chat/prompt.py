@@ -15,6 +15,7 @@ from erllama.llama.chat import PATTERN, PATTERN_FULL, WORD
 
 from .authored import Marked, Neutral, changed_inputs, without_escapes
 from .call_first import call_first, one_call
+from .fence import FENCE, unfenced
 from .grammar import schema_text, sealed
 from .history import with_calls_as_sampled
 from .markup import choose_mark, continued, unescaped
@@ -112,6 +113,11 @@ class Renderer:
         shown, prompt = self._shown(inputs, applied, tools)
         self._vocabulary.check_length(len(prompt))
         _check_supported(self._template, applied, checked, tools)
+        if schema is not None and not applied.grammar:
+            raise NotSupported(
+                "this model's chat template has no way to hold an answer to a schema; `complete` has",
+                detail="json_schema",
+            )
         mark = choose_mark(schema_text([shown, prompt]) + prompt)
         marked = self._marked(prompt, shown, mark)
         prompt_ids = self._template.markup.tokens(marked, mark, self._vocabulary.tokenize)
@@ -238,7 +244,9 @@ class Renderer:
             grammar = call_first(told_apart, begun)
         if grammar and "tools" in inputs and not inputs["parallel_tool_calls"]:
             grammar = one_call(applied, grammar)
-        return dataclasses.replace(applied, grammar=sealed(grammar))
+        held = dataclasses.replace(applied, grammar=sealed(grammar))
+        is_fenced = begun is not None and begun.lstrip().startswith(FENCE[0])  # by the caller's own hand
+        return unfenced(held) if "json_schema" in inputs and not is_fenced else held
 
     def guide(self, params: ChatParams, *, thinking_budget: int | None, own_grammar: bool) -> Guide:
         """How the answer's sampler is set up. `own_grammar`: it is the caller's, not the template's."""

@@ -322,3 +322,19 @@ async def test_a_model_without_template(gemma_path):
 
     await with_model(gemma_path, without)
     await with_model(gemma_path, given, chat_template=template("google-gemma-2-2b-it"))
+
+
+async def test_a_turn_after_json_is_warm_and_nothing_is_hidden(smollm2_path):
+    """A Markdown fence that nobody sees would end answers at its line breaks and part the next turn's prompt."""
+
+    async def work(model):
+        asked = {"role": "user", "content": "Oslo's weather, as JSON in a ```json fence on lines of its own."}
+        options = {"temperature": 0.0, "max_tokens": 60, "session_id": "json"}
+        first = await model.chat([asked], json_schema=SCHEMA, stop=["`"], **options)
+        assert first.finish_reason == "stop"
+        jsonschema.validate(json.loads(first.reply), SCHEMA)
+        assert model.detokenize(first.generated[:-1]) == first.reply
+        second = await model.chat([asked, first.message, USER], **options)
+        assert second.stats.n_cached >= first.stats.n_prompt + len(first.generated) - 1
+
+    await with_model(smollm2_path, work)
