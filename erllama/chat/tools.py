@@ -80,7 +80,10 @@ def _choice(given: object, names: set[str]) -> tuple[Choice, str | None]:
         if given.get("type", "function") != "function" or not isinstance(named, str):
             raise _bad_choice(given)
         if named not in names:
-            raise InvalidOption(f"tool_choice names {named!r}, which is not among the tools")
+            raise InvalidOption(
+                f"tool_choice names {named!r}, which is not among the tools",
+                detail={"key": "tool_choice", "value": given},
+            )
         return "required", named
     match given:
         case "auto" | "none":

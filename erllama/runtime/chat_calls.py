@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
+from erllama.checks import unknown_option
 from erllama.chat.options import ChatOptions, Reasoning
 from erllama.engine.purpose import Purpose
 from erllama.errors import InvalidOption
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 
 CHAT_OPTIONS = [field.name for field in dataclasses.fields(ChatOptions)]
+GENERATION_OPTIONS = {field.name for field in dataclasses.fields(GenerationOptions)}
 
 
 class ChatCalls(RequestCalls):
@@ -104,6 +106,13 @@ class ChatCalls(RequestCalls):
 
     def _asked(self, messages: Sequence[Message], **given: Any) -> AbstractAsyncContextManager[EventStream]:
         options = {name: given.pop(name) for name in CHAT_OPTIONS if name in given}
+        for name in sorted(given.keys() - GENERATION_OPTIONS):
+            raise unknown_option(
+                name,
+                GENERATION_OPTIONS.union(CHAT_OPTIONS) - {"add_generation_prompt"},
+                where="chat",
+                instead=GenerationOptions.ELSEWHERE.get(name),
+            )
         generation = GenerationOptions(**{"max_tokens": self._n_ctx(), **given})
         if "thinking" in given:
             options["reasoning"] = _reasoning(options["reasoning"], thinking=generation.thinking)

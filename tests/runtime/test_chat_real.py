@@ -329,12 +329,14 @@ async def test_a_turn_after_json_is_warm_and_nothing_is_hidden(smollm2_path):
 
     async def work(model):
         asked = {"role": "user", "content": "Oslo's weather, as JSON in a ```json fence on lines of its own."}
-        options = {"temperature": 0.0, "max_tokens": 60, "session_id": "json"}
+        options = {"temperature": 0.0, "max_tokens": 60}
         first = await model.chat([asked], json_schema=SCHEMA, stop=["`"], **options)
         assert first.finish_reason == "stop"
         jsonschema.validate(json.loads(first.reply), SCHEMA)
         assert model.detokenize(first.generated[:-1]) == first.reply
+        await model.handle.actor.wait_saved()
         second = await model.chat([asked, first.message, USER], **options)
         assert second.stats.n_cached >= first.stats.n_prompt + len(first.generated) - 1
 
-    await with_model(smollm2_path, work)
+    policy = erllama.SavePolicy(min_tokens=32, cold_min_tokens=32, block_tokens=32)
+    await with_model(smollm2_path, work, policy=policy)
