@@ -254,7 +254,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A piece of text: whole characters, never empty."""
+    """A piece of text: whole characters, never empty. One that is cut off by the end is U+FFFD."""
 
     text: str
     request: Request

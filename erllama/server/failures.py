@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, Literal
 
 from erllama.errors import (
@@ -22,6 +23,7 @@ Surface = Literal["openai", "anthropic", "ollama"]
 ANTHROPIC_HEADER = "anthropic-version"  # which its clients send with every request
 # docs.anthropic.com, "Errors": 529 is overloaded_error; it is no status of HTTP's own.
 ANTHROPIC_OVERLOADED = 529
+_OPTIONS_CLASS = re.compile(r"^(?:Generation|Chat)Options\.")
 BUSY_REASONS = ("sticky_busy", "seq_capacity", "queue_full", "shutting_down", "model_loading")
 
 
@@ -66,19 +68,24 @@ def body_of(error: ErllamaError, surface: Surface, request_id: str) -> dict[str,
     match surface:
         case "anthropic":
             kind = _anthropic_type(error, status_of(error, surface))
-            inner = {"type": kind, "message": str(error), "reason": error.reason, **_anthropic_details(error)}
+            inner = {"type": kind, "message": _message(error), "reason": error.reason, **_anthropic_details(error)}
             return {"type": "error", "error": inner, "request_id": request_id}
         case "ollama":
-            return {"error": str(error), "reason": error.reason}
+            return {"error": _message(error), "reason": error.reason}
         case "openai":
             return {
                 "error": {
-                    "message": str(error),
+                    "message": _message(error),
                     "type": _openai_type(error),
                     "param": _param(error),
                     "code": _openai_code(error),
                 }
             }
+
+
+def _message(error: ErllamaError) -> str:
+    """Without the Python class whose option it is: a client knows its own field."""
+    return _OPTIONS_CLASS.sub("", str(error))
 
 
 def _anthropic_details(error: ErllamaError) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """`python -m erllama.tools.kvc`: look into, check and trim cache folders.
 
-    kvc inspect PATH…   what is in files or folders; --tree for shared prefixes
+    kvc inspect PATH…   what is in files or folders; --tree for shared prefixes;
+                        exit code 1 if a file is damaged
     kvc verify PATH…    every checksum and every link to a parent; exit code 1 if anything is wrong;
                         --fix removes what is
     kvc stats PATH      sharing, sizes, reasons, hits
@@ -104,7 +105,7 @@ def inspect(args: argparse.Namespace) -> int:
         show.one(describe(files[0]))
     else:
         show.table(files)
-    return 0
+    return 1 if any(file.damage for file in files) else 0
 
 
 def verify(args: argparse.Namespace) -> int:

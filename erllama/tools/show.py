@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _TREE_DEPTH = 400  # rich draws recursively; a longer chain is cut and says so
 _WIDE = 160  # columns where there is no terminal: nothing but long text is cut
+_MOMENTS = ("used", "created_s", "expires_s")  # seconds since 1970
 _MIN_TEXT = 16  # columns that text gets at least; a narrower terminal wraps the line
 
 
@@ -72,6 +74,8 @@ def one(facts: dict[str, Any]) -> None:
             continue
         if key == "tokens":
             value = f"{' '.join(map(str, value[:24]))}{' …' if len(value) > 24 else ''}"
+        elif key in _MOMENTS and value is not None:
+            value = f"{value:.3f} ({datetime.fromtimestamp(value, UTC).isoformat(timespec='seconds')})"
         elif key.endswith("bytes") and isinstance(value, int):
             value = f"{value} ({show_bytes(value)})"
         table.add_row(Text(key, style="bold"), Text(str(value)))

@@ -410,11 +410,26 @@ async def test_what_is_nested_too_deep_is_a_typed_error(depth):
                 await model.chat(options.pop("messages", [USER]), **options)
 
 
+async def test_a_choice_of_an_unknown_tool_says_which():
+    """The detail has the option and what was given for it."""
+    choice = {"type": "function", "function": {"name": "get_tme"}}
+    async with loaded(ScriptedChat()) as model:
+        with pytest.raises(InvalidOption) as refused:
+            await model.chat([USER], tools=TOOLS, tool_choice=choice)
+    assert refused.value.detail == {"key": "tool_choice", "value": choice}
+
+
 async def test_unknown_options_name_the_nearest():
     """Of chat's own and of generation's."""
     async with loaded(ScriptedChat()) as model:
         with pytest.raises(erllama.UnknownOption, match="temperature"):
             await model.chat([USER], temprature=1)
+        with pytest.raises(erllama.UnknownOption, match="chat has no option 'tool_choise'; .*'tool_choice'"):
+            await model.chat([USER], tool_choise="auto")
+        with pytest.raises(erllama.UnknownOption, match="known options: .*max_tokens.*response_format.*tools"):
+            await model.chat([USER], xyzzy=1)
+        with pytest.raises(erllama.UnknownOption, match="fail_after"):
+            await model.chat([USER], timeout=1)
         with pytest.raises(erllama.UnknownOption, match="tool_choice"):
             await model.chat_apply([USER], tool_choise="auto")
 

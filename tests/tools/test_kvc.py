@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import pytest
@@ -71,7 +72,18 @@ def test_inspect_one_file(folder: pathlib.Path, capsys: pytest.CaptureFixture[st
     """All fields of a single file."""
     path = next((folder / "nodes").iterdir())
     assert main(["inspect", str(path)]) == 0
-    assert "payload_bytes" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "payload_bytes" in shown
+    used = datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(timespec="seconds")
+    assert f"({used})" in shown
+
+
+def test_inspect_a_damaged_file(folder: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is wrong with it, and the exit code says so."""
+    path = next((folder / "nodes").iterdir())
+    path.write_bytes(path.read_bytes()[:20])
+    assert main(["inspect", str(path)]) == 1
+    assert "damage" in capsys.readouterr().out
 
 
 def test_inspect_tree(folder: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -313,7 +325,7 @@ def test_paths_are_never_wrapped(
     path.write_bytes(b"no")
     assert main(["verify", str(path)]) == 1
     assert f"{path}: size" in capsys.readouterr().out
-    assert main(["inspect", str(path)]) == 0
+    assert main(["inspect", str(path)]) == 1
     assert str(path) in capsys.readouterr().out
 
 
