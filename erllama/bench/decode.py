@@ -169,7 +169,7 @@ DECODE = Workload(
     id="P1",
     title="decode throughput of concurrent requests",
     compared=(
-        "Python API in this process; with --vs against llama-server asked over HTTP on loopback, both streaming; "
+        "Python API in this process; with --vs against llama-server over HTTP on loopback, both streaming; "
         "distinct prompts of 256 tokens, 128 out, equal cells, no cache; unified KV is judged; "
         "separate streams and q8_0 KV stand beside"
     ),

@@ -1,7 +1,7 @@
 """An answer held to a schema is the JSON alone: no ```` ```json ```` around it, no white space without a use.
 
-Upstream's grammars let a model write a Markdown fence around the JSON, some demand it, and its parsers hide it.
-Hidden text ends answers at stop texts nobody sees, costs tokens, and makes the next turn's prompt another one.
+Upstream's grammars let a model write a Markdown fence around the JSON, some demand it, and its parsers hide
+it. Hidden text ends answers at stop texts nobody sees, costs tokens, and parts the next turn's prompt.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
-from erllama.checks import unknown_option
 from erllama.chat.options import ChatOptions, Reasoning
+from erllama.checks import unknown_option
 from erllama.engine.purpose import Purpose
 from erllama.errors import InvalidOption
 from erllama.options import GenerationOptions

@@ -68,7 +68,12 @@ def body_of(error: ErllamaError, surface: Surface, request_id: str) -> dict[str,
     match surface:
         case "anthropic":
             kind = _anthropic_type(error, status_of(error, surface))
-            inner = {"type": kind, "message": _message(error), "reason": error.reason, **_anthropic_details(error)}
+            inner = {
+                "type": kind,
+                "message": _message(error),
+                "reason": error.reason,
+                **_anthropic_details(error),
+            }
             return {"type": "error", "error": inner, "request_id": request_id}
         case "ollama":
             return {"error": _message(error), "reason": error.reason}

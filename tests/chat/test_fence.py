@@ -42,7 +42,7 @@ def vocab(smollm2_path):
 
 
 def held(name, *before):
-    """What the answer is held to, and what stands before its JSON: in the prompt, and written by the model."""
+    """What the answer is held to, and what stands before its JSON: in the prompt, and in the answer."""
     render, _ = renderer(name)
     params = render.render([USER, *before], ChatOptions(), SCHEMA)
     applied = params.applied

@@ -424,9 +424,11 @@ async def test_unknown_options_name_the_nearest():
     async with loaded(ScriptedChat()) as model:
         with pytest.raises(erllama.UnknownOption, match="temperature"):
             await model.chat([USER], temprature=1)
-        with pytest.raises(erllama.UnknownOption, match="chat has no option 'tool_choise'; .*'tool_choice'"):
+        with pytest.raises(erllama.UnknownOption, match=r"chat has no option 'tool_choise'; .*'tool_choice'"):
             await model.chat([USER], tool_choise="auto")
-        with pytest.raises(erllama.UnknownOption, match="known options: .*max_tokens.*response_format.*tools"):
+        with pytest.raises(
+            erllama.UnknownOption, match=r"known options: .*max_tokens.*response_format.*tools"
+        ):
             await model.chat([USER], xyzzy=1)
         with pytest.raises(erllama.UnknownOption, match="fail_after"):
             await model.chat([USER], timeout=1)

@@ -325,7 +325,7 @@ async def test_a_model_without_template(gemma_path):
 
 
 async def test_a_turn_after_json_is_warm_and_nothing_is_hidden(smollm2_path):
-    """A Markdown fence that nobody sees would end answers at its line breaks and part the next turn's prompt."""
+    """A fence that nobody sees would end answers at its line breaks and part the next turn's prompt."""
 
     async def work(model):
         asked = {"role": "user", "content": "Oslo's weather, as JSON in a ```json fence on lines of its own."}

@@ -273,6 +273,7 @@ DISHONOURABLE = [
     {"top_logprobs": 3},
     {"logprobs": True, "top_logprobs": 21},
     {"stop": [""]},
+    {"stop": ""},
     {"logit_bias": {"x": 1}},
     {"modalities": ["audio"]},
     {"nonsense": 1},
@@ -298,6 +299,7 @@ async def test_options_that_cannot_be_honoured_are_refused(loaded):
                 body = json.dumps(chat_body() | more | {"stream": stream})
                 reply = await scene.client.post(CHAT, content=body)
                 assert reply.status_code == 400, (more, reply.text)
+                assert "Options." not in reply.text  # no class of Python's
                 assert message_of(CHAT, reply.json())
         assert scene.loads == ["fake"] * loaded
 
