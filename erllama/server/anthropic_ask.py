@@ -56,7 +56,7 @@ def messages_ask(body: MessagesBody, limits: LimitsTable, session_id: str | None
 
 
 def _no_threads() -> InvalidOption:
-    """Worded as the package reads it: its tool runner goes on without a thread, with the whole conversation."""
+    """Worded as the package reads it: its tool runner then sends the whole conversation with each turn."""
     return InvalidOption(
         "thread: conversations are the client's to keep; send all of their messages",
         detail={"key": "thread", "error_code": "thread_unsupported_request"},
