@@ -202,9 +202,12 @@ async def test_who_never_ends_its_body_is_left():
         assert (await scene.client.get("/health")).status_code == 200
         tasks = trio.lowlevel.current_statistics().tasks_living
         async with await trio.open_tcp_stream("127.0.0.1", int(scene.url.rpartition(":")[2])) as stream:
-            with trio.fail_after(3 * LINGER_S):
+
+            async def send_for_ever() -> None:
                 await stream.send_all(head("transfer-encoding: chunked"))
-                with pytest.raises(trio.BrokenResourceError):
-                    while True:
-                        await stream.send_all(b"400\r\n" + b"x" * 1024 + b"\r\n")
+                while True:
+                    await stream.send_all(b"400\r\n" + b"x" * 1024 + b"\r\n")
+
+            with trio.fail_after(3 * LINGER_S), pytest.raises(trio.BrokenResourceError):
+                await send_for_ever()
         await until(lambda: trio.lowlevel.current_statistics().tasks_living <= tasks)
