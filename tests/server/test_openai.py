@@ -38,6 +38,7 @@ def test_a_chat_and_its_stream_say_the_same(client):
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert text == whole.choices[0].message.content != ""
     assert chunks[-1].choices == []
+    assert all("usage" in c.model_fields_set and c.usage is None for c in chunks[:-1])
     assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
     usage = chunks[-1].usage
     assert usage.prompt_tokens == whole.usage.prompt_tokens
