@@ -58,7 +58,7 @@ def messages_ask(body: MessagesBody, limits: LimitsTable, session_id: str | None
 
 
 def _no_threads() -> InvalidOption:
-    """Worded as the package reads it: its tool runner then sends the whole conversation with each turn."""
+    """Worded as the package reads it: its tool runner then goes on without, with the whole conversation."""
     return InvalidOption(
         "thread: conversations are the client's to keep; send all of their messages",
         detail={"key": "thread", "error_code": "thread_unsupported_request"},

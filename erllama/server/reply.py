@@ -107,7 +107,7 @@ class _Wire:
             return True
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
-        """Send bytes; none behind the last ones. A client that does not take them is cancelled by `watch`."""
+        """Send bytes; nothing behind the last ones. Who does not take them is cancelled by `watch`."""
         try:
             self._lock.acquire_nowait()  # unlike `async with`, without a turn of the loop for every token
         except trio.WouldBlock:
