@@ -6,7 +6,7 @@ import socket
 import threading
 from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import httpx
 import pytest
@@ -14,7 +14,6 @@ import trio
 from runtime.chat_scenes import ScriptedChat
 
 import erllama
-from erllama.server.listener import ListenerConfig
 from server.scenes import chat_body, serving, until
 from server.test_connection import CHAT
 
@@ -111,20 +110,6 @@ class Slow:
     def close(self) -> None:
         """Leave."""
         self._socket.close()
-
-
-@pytest.fixture
-def _small_send_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the kernel buffers is not ours, so let it be little: accepted sockets inherit it."""
-    real = ListenerConfig.create_sockets
-
-    def create(config: ListenerConfig) -> Any:
-        sockets = real(config)
-        for each in sockets.insecure_sockets:
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        return sockets
-
-    monkeypatch.setattr(ListenerConfig, "create_sockets", create)
 
 
 @pytest.mark.usefixtures("_small_send_buffers")
