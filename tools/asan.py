@@ -24,7 +24,8 @@ from tools.libllama import binding, native, runtime  # noqa: E402  # found throu
 BUILT = REPO / "erllama" / "llama" / "_native" / "cpu"
 SOURCES = Path(os.environ.get("ERLLAMA_SOURCES", REPO / "vendor" / "llama.cpp"))
 TARGET = REPO / "build" / "asan"
-TESTS = [f"tests/llama/test_{name}.py" for name in ("chat", "guide", "sampler", "wrappers", "vocab")]
+SUBJECTS = ("batch", "chat", "gguf_check", "guide", "rows", "sampler", "threads", "vocab", "wrappers")
+TESTS = [f"tests/llama/test_{name}.py" for name in SUBJECTS]
 GROWS = "not leak_nothing"  # freed memory stays with the sanitizer, so the process grows
 FLAGS = ("-fsanitize=address", "-fno-omit-frame-pointer", "-g")
 

@@ -43,14 +43,15 @@ def table(run: dict[str, Any]) -> str:
     """One run as Markdown."""
     lines = [heading(run), "", _cells(HEADS), _cells(["---"] * len(HEADS))]
     for workload in run["workloads"]:
-        if workload["failure"] is not None:
-            lines.append(_cells([workload["id"], f"not measured: {workload['failure']}", *[""] * 5]))
         for data in workload["figures"]:
             figure = read_figure(data)
             judge = data["met"] is not None
             verdict = row(figure, judge=judge)
             last = "**missed**" if verdict[-1] == "MISSED" else verdict[-1]
             lines.append(_cells([workload["id"], *verdict[:-1], last]))
+        if workload["failure"] is not None:
+            how = "ended early" if workload["figures"] else "not measured"
+            lines.append(_cells([workload["id"], f"{how}: {workload['failure']}", *[""] * 5]))
     notes = [f"- {w['id']}: {note}" for w in run["workloads"] for note in w["notes"]]
     return "\n".join([*lines, *(["", *notes] if notes else []), ""])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import tempfile
 from contextlib import AsyncExitStack
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,14 +15,16 @@ from .workload import Found, Workload
 
 if TYPE_CHECKING:
     from .answer import Answer, Side
+    from .figure import Figure
     from .own import Own
     from .settings import Settings
 
 WRITTEN_BAR = Bar("<=", 1.1, "value")
+BRANCH_BAR, RETURN_BAR = Bar("<=", 240, "value"), Bar("<=", 84, "value")
 N_TURNS = 20
 
 
-async def measure_growth(settings: Settings) -> Found:
+async def measure_growth(settings: Settings, found: Found) -> None:
     """P5: every turn's prompt is the one before, its answer, and something new."""
     n_turns, n_new, n_out = settings.pick((N_TURNS, 284, 16), (4, 80, 4))
     written: list[float] = []
@@ -41,19 +42,17 @@ async def measure_growth(settings: Settings) -> Found:
             per_token = own.kv_bytes_per_token
     new_bytes = per_token * (n_new + n_out)
     shares = [(b - a) / new_bytes for a, b in itertools.pairwise([0.0, *written])]
-    return Found(
-        figures=[
-            single("most written in a turn, of its new tokens' KV", "×", [max(shares)], WRITTEN_BAR),
-            single("written in all, of all tokens' KV", "×", [sum(shares) / n_turns]),
-            single("computed a turn", "tokens", [float(n) for n in computed[1:]]),
-        ],
-        notes=[f"Saving the whole state each turn would write {(n_turns + 1) / 2:.1f} × the new tokens' KV."],
+    whole = f"Saving the whole state each turn would write {(n_turns + 1) / 2:.1f} × the new tokens' KV."
+    await found.add(
+        single("most written in a turn, of its new tokens' KV", "×", [max(shares)], WRITTEN_BAR),
+        single("written in all, of all tokens' KV", "×", [sum(shares) / n_turns]),
+        single("computed a turn", "tokens", [float(n) for n in computed[1:]]),
+        notes=(whole,),
     )
 
 
-async def measure_edit(settings: Settings) -> Found:
+async def measure_edit(settings: Settings, found: Found) -> None:
     """P7: turn 5 of 10 is changed, the rest stays; the conversation was asked turn by turn before."""
-    found = Found()
     n_turns, n_turn = settings.pick((10, 200), (10, 24))
     async with AsyncExitStack() as stack:
         n_ctx = n_turns * n_turn + 64
@@ -73,10 +72,9 @@ async def measure_edit(settings: Settings) -> Found:
         stored = await _edited_from_ram(own, turns, same)
         slack = 1 if own.model.info().memory_kind == "dense" else 256
     bar = Bar("<=", len(after) - same + slack, "value")
-    _add_counts(found, "computed after the edit", ours, theirs, bar)
+    await found.add(*_counts("computed after the edit", ours, theirs, bar))
     # Stored KV is cut at any token of a block, live KV too: the same bar.
-    _add_counts(found, "computed after an edit, from RAM", stored, None, bar)
-    return found
+    await found.add(*_counts("computed after an edit, from RAM", stored, None, bar))
 
 
 async def _edited_from_ram(own: Own, turns: list[list[int]], same: int) -> Answer:
@@ -97,36 +95,41 @@ async def _edited(side: Side, turns: list[list[int]], after: list[int]) -> Answe
     return await side.ask(after, 1, cache=True)
 
 
-def _add_counts(found: Found, name: str, ours: Answer, theirs: Answer | None, bar: Bar) -> None:
+def _counts(name: str, ours: Answer, theirs: Answer | None, bar: Bar) -> list[Figure]:
     """Computed tokens, judged as they are, and the time they took."""
     peer = "llama-server"
     others = [] if theirs is None else [theirs]
-    found.figures.append(
-        against(name, "tokens", [float(ours.n_computed)], [float(a.n_computed) for a in others], peer, bar)
-    )
-    found.figures.append(
-        against("… until the first token", "s", [ours.first_token_s], [a.first_token_s for a in others], peer)
-    )
+    n_computed, first_s = float(ours.n_computed), ours.first_token_s
+    return [
+        against(name, "tokens", [n_computed], [float(a.n_computed) for a in others], peer, bar),
+        against("… until the first token", "s", [first_s], [a.first_token_s for a in others], peer),
+    ]
 
 
-async def measure_branch(settings: Settings, which: str) -> Found:
-    """A long chat, two unrelated prompts, a new chat with the long one's head, and back to the long one."""
-    found = Found()
+async def measure_branch(settings: Settings, found: Found) -> None:
+    """P15: a long chat, two unrelated prompts, and a new chat with the long one's head."""
+    ours, theirs = await _last_answers(settings, slice(0, 4))
+    await found.add(*_counts("computed of the new chat", ours, theirs, BRANCH_BAR))
+
+
+async def measure_return(settings: Settings, found: Found) -> None:
+    """P16: the same, and then back to the long chat."""
+    ours, theirs = await _last_answers(settings, slice(0, 5))
+    await found.add(*_counts("computed of the long chat + 20", ours, theirs, RETURN_BAR))
+
+
+async def _last_answers(settings: Settings, asked: slice) -> tuple[Answer, Answer | None]:
+    """Ask that part of the story of either side, one side after the other; the last answer of each."""
     n_long, n_head, n_new = settings.pick((5500, 1000, 200), (500, 300, 40))
     n_ctx = n_long + n_new + 256
     async with AsyncExitStack() as stack:
         own = await stack.enter_async_context(open_own(settings, n_ctx=n_ctx))
-        prompts = _branches(own, n_long, n_head, n_new)
-        ours = await _branch(own, prompts)
-        theirs: list[Answer | None] = [None, None]
+        prompts = _branches(own, n_long, n_head, n_new)[asked]
+        ours, theirs = await _last_answer(own, prompts), None
         if settings.programs is not None:
             peer = await stack.enter_async_context(open_peer(settings, n_ctx=n_ctx, cache_ram_mib=4096))
-            theirs = list(await _branch(peer, prompts))
-    if which == "new":
-        _add_counts(found, "computed of the new chat", ours[0], theirs[0], Bar("<=", 240, "value"))
-    else:
-        _add_counts(found, "computed of the long chat + 20", ours[1], theirs[1], Bar("<=", 84, "value"))
-    return found
+            theirs = await _last_answer(peer, prompts)
+    return ours, theirs
 
 
 def _branches(own: Own, n_long: int, n_head: int, n_new: int) -> list[list[int]]:
@@ -140,9 +143,8 @@ def _branches(own: Own, n_long: int, n_head: int, n_new: int) -> list[list[int]]
     ]
 
 
-async def _branch(side: Side, prompts: list[list[int]]) -> tuple[Answer, Answer]:
-    answers = [await side.ask(prompt, 1, cache=True) for prompt in prompts]
-    return answers[-2], answers[-1]
+async def _last_answer(side: Side, prompts: list[list[int]]) -> Answer:
+    return [await side.ask(prompt, 1, cache=True) for prompt in prompts][-1]
 
 
 GROWTH = Workload(
@@ -164,11 +166,11 @@ BRANCH = Workload(
         "prompt tokens computed of a chat that shares 1,000 tokens with one of 5,500, after two unrelated "
         "prompts, one sequence; llama-server with its prompt cache beside"
     ),
-    measure=partial(measure_branch, which="new"),
+    measure=measure_branch,
 )
 RETURN = Workload(
     id="P16",
     title="back to the long chat",
     compared="then the long chat with 20 more tokens: prompt tokens computed; llama-server as in P15",
-    measure=partial(measure_branch, which="long"),
+    measure=measure_return,
 )

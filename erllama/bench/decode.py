@@ -46,9 +46,8 @@ class Load:
         return need if self.kv_unified else need + -need % 256
 
 
-async def measure_decode(settings: Settings) -> Found:
+async def measure_decode(settings: Settings, found: Found) -> None:
     """Distinct prompts, nothing cached, all started at once; whole wall clock and decode alone."""
-    found = Found()
     n_prompt, n_out = settings.pick((256, 128), (32, 16))
     beside = settings.pick(8, 4)
     loads = [
@@ -59,7 +58,6 @@ async def measure_decode(settings: Settings) -> Found:
     for load in loads:
         settings.say(f"{load.n} at once{load.label}")
         await _measure_load(settings.with_kv(load.type_kv), load, found)
-    return found
 
 
 async def _measure_load(settings: Settings, load: Load, found: Found) -> None:
@@ -78,9 +76,9 @@ async def _measure_load(settings: Settings, load: Load, found: Found) -> None:
             sides.append(await stack.enter_async_context(peer))
         ask = partial(_ask, own, n, load.n_prompt, load.n_out)
         runs = await take_turns(settings.n_runs, *(partial(ask, side) for side in sides))
-        _add(found, load, runs)
+        await found.add(*_figures(load, runs))
         if not load.label:
-            found.figures += await _overhead(own, n, partial(ask, own))
+            await found.add(*await _overhead(own, n, partial(ask, own)))
 
 
 async def _ask(own: Own, n: int, n_prompt: int, n_out: int, side: Side, run: int) -> list[Answer]:
@@ -88,19 +86,17 @@ async def _ask(own: Own, n: int, n_prompt: int, n_out: int, side: Side, run: int
     return await together([partial(side.ask, p, n_out, cache=False) for p in prompts])
 
 
-def _add(found: Found, load: Load, runs: list[list[list[Answer]]]) -> None:
+def _figures(load: Load, runs: list[list[list[Answer]]]) -> list[Figure]:
     """The figures of one load; `runs` holds the answers of each side's runs. Only the default is judged."""
     peer, many = "llama-server", f"{load.n} request{'s' if load.n > 1 else ''}{load.label}"
     bar, at = (None, None) if load.label else (BAR, load.n)
     walls = [[sum(a.n_generated for a in run) / wall_s(run) for run in side] for side in runs]
     rates = [[rate for run in side if (rate := rate_together(run)) is not None] for side in runs]
+    figures = [against(f"{many}, prefill included", "tokens/s", walls[0], _second(walls), peer, bar)]
     if all(len(side) == len(runs[0]) for side in rates):  # else one was done before the last one began
-        found.figures.append(
-            against(f"{many}, decoding", "tokens/s", rates[0], _second(rates), peer, bar, at=at)
-        )
-    found.figures.append(
-        against(f"{many}, prefill included", "tokens/s", walls[0], _second(walls), peer, bar)
-    )
+        decoding = against(f"{many}, decoding", "tokens/s", rates[0], _second(rates), peer, bar, at=at)
+        figures.insert(0, decoding)
+    return figures
 
 
 def _second(sides: list[list[float]]) -> list[float]:
@@ -120,9 +116,8 @@ async def _overhead(own: Own, n: int, ask: Callable[[int], Awaitable[list[Answer
     ]
 
 
-async def measure_neighbours(settings: Settings) -> Found:
+async def measure_neighbours(settings: Settings, found: Found) -> None:
     """Two models at once against turns; one model beside a program that keeps a core busy."""
-    found = Found()
     n_prompt, n_out = settings.pick((64, 128), (16, 16))
     # Threads follow the machine here, as they do for users.
     async with (
@@ -140,16 +135,12 @@ async def measure_neighbours(settings: Settings) -> Found:
             return _rate([await one(first, run), await one(second, run)])
 
         at_once, in_turn = await take_turns(settings.n_runs, both, turns)
-        found.figures.append(
-            against("two models at once", "tokens/s", at_once, in_turn, "taking turns", TURNS_BAR)
-        )
+    await found.add(against("two models at once", "tokens/s", at_once, in_turn, "taking turns", TURNS_BAR))
     if settings.n_threads > 1:
-        found.figures.append(await _beside_busy(settings, n_prompt, n_out))
+        await found.add(await _beside_busy(settings, n_prompt, n_out))
     else:
-        found.notes.append(
-            "One core: what a busy neighbour leaves of it is the scheduler's to say, not ours."
-        )
-    return found
+        note = "One core: what a busy neighbour leaves of it is the scheduler's to say, not ours."
+        await found.add(notes=(note,))
 
 
 async def _beside_busy(settings: Settings, n_prompt: int, n_out: int) -> Figure:

@@ -88,7 +88,7 @@ def against(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Everything one workload found. `failure`: why it ended early; the table shows it instead of figures."""
+    """Everything one workload found. `failure`: why it ended early; `figures` are those it had until then."""
 
     id: str
     title: str
@@ -97,3 +97,10 @@ class Outcome:
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
     failure: str | None = None
+
+    @property
+    def complaint(self) -> str | None:
+        """The failure as a line of the table."""
+        if self.failure is None:
+            return None
+        return f"{'ended early' if self.figures else 'not measured'}: {self.failure}"

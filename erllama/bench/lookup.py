@@ -78,12 +78,12 @@ class Forest:
         return 1000 * elapsed_s
 
 
-async def measure(settings: Settings) -> Found:
+async def measure(settings: Settings, found: Found) -> None:
     """In a thread: it computes for seconds and awaits nothing."""
-    return await trio.to_thread.run_sync(_measure, settings)
+    await found.add(*await trio.to_thread.run_sync(_measure, settings))
 
 
-def _measure(settings: Settings) -> Found:
+def _measure(settings: Settings) -> list[Figure]:
     n_prompt, n_nodes = settings.pick((30_000, 100_000), (2_000, 2_000))
     forest = Forest()
     chain = forest.grow(n_prompt // BLOCK, BLOCK)
@@ -98,22 +98,20 @@ def _measure(settings: Settings) -> Found:
     finally:
         gc.enable()
     ratio = Spread(min(many) / min(few), 0.0, 1)  # other programs only ever make one longer
-    return Found(
-        figures=[
-            single(f"{len(prompt.tokens)} tokens among {forest.tree.n_nodes} nodes", "ms", many, BAR),
-            Figure(
-                name="… against fewer unrelated nodes",
-                unit="ms",
-                ours=Spread.of(many),
-                other=Spread.of(few),
-                other_name=f"{n_few} nodes",
-                ratio=ratio,
-                bar=ALIKE_BAR,
-            ),
-            single("… with its text, as a prompt that is not found by ids", "ms", as_text, BAR),
-            single("index memory a node", "bytes", [forest.tree.nbytes / forest.tree.n_nodes], NODE_BAR),
-        ]
-    )
+    return [
+        single(f"{len(prompt.tokens)} tokens among {forest.tree.n_nodes} nodes", "ms", many, BAR),
+        Figure(
+            name="… against fewer unrelated nodes",
+            unit="ms",
+            ours=Spread.of(many),
+            other=Spread.of(few),
+            other_name=f"{n_few} nodes",
+            ratio=ratio,
+            bar=ALIKE_BAR,
+        ),
+        single("… with its text, as a prompt that is not found by ids", "ms", as_text, BAR),
+        single("index memory a node", "bytes", [forest.tree.nbytes / forest.tree.n_nodes], NODE_BAR),
+    ]
 
 
 def _looks(forest: Forest, prompt: Prompt) -> list[float]:

@@ -13,6 +13,7 @@ from .restore import fetch_window_model
 from .workload import Found, NotMeasured, Workload
 
 if TYPE_CHECKING:
+    from .figure import Figure
     from .settings import Settings
 
 BUDGET_BYTES = 64 << 20
@@ -23,7 +24,7 @@ STATE_SHARE = 0.05
 HEADER_BYTES = 128  # of an exported state, at most (llama.cpp: state_write of a recurrent memory)
 
 
-async def measure_rss(settings: Settings) -> Found:
+async def measure_rss(settings: Settings, found: Found) -> None:
     """Different prompts that together are many times the RAM tier's budget."""
     n_prompts = settings.pick(1000, 40)
     process = psutil.Process()
@@ -37,36 +38,33 @@ async def measure_rss(settings: Settings) -> Found:
             above.append(process.memory_info().rss - base)
         await own.engine.cache.flush()
         counters = own.engine.cache.counters()
-    half = above[n_prompts // 2]
-    return Found(
-        figures=[
-            single("RSS above the start, as a share of the budget", "×", [above[-1] / BUDGET_BYTES], RSS_BAR),
-            single(
-                "growth in the second half, of the budget",
-                "×",
-                [(above[-1] - half) / BUDGET_BYTES],
-                GROWTH_BAR,
-            ),
-        ],
-        notes=[
+    growth = (above[-1] - above[n_prompts // 2]) / BUDGET_BYTES
+    await found.add(
+        single(
+            "most RSS above the start, as a share of the budget", "×", [max(above) / BUDGET_BYTES], RSS_BAR
+        ),
+        single("growth in the second half, of the budget", "×", [growth], GROWTH_BAR),
+        notes=(
             f"{n_prompts} prompts; budget {BUDGET_BYTES >> 20} MiB, in use "
-            f"{counters.memory_bytes / 2**20:.0f} MiB, {counters.evictions} evictions."
-        ],
+            f"{counters.memory_bytes / 2**20:.0f} MiB, {counters.evictions} evictions.",
+        ),
     )
 
 
-async def measure_resume_points(settings: Settings) -> Found:
+async def measure_resume_points(settings: Settings, found: Found) -> None:
     """One more place to go on from: a branch of a stored chat, or the end of a prompt."""
     async with open_own(settings, n_ctx=512) as own:
         kind = own.model.info().memory_kind
     if kind == "window":
-        return await _window_parts(settings)
-    if kind in ("hybrid", "recurrent"):
-        return await _state_bytes(settings)
-    raise NotMeasured(f"{settings.model.name} keeps every block alike; this is about windows and states")
+        note = "A recurrent state: with --model and a hybrid or recurrent GGUF."
+        await found.add(await _window_parts(settings), notes=(note,))
+    elif kind in ("hybrid", "recurrent"):
+        await found.add(await _state_bytes(settings))
+    else:
+        raise NotMeasured(f"{settings.model.name} keeps every block alike; this is about windows and states")
 
 
-async def _window_parts(settings: Settings) -> Found:
+async def _window_parts(settings: Settings) -> Figure:
     n = settings.pick(2048, 1100)
     async with open_own(settings, n_ctx=n + 256) as own:
         n_swa = int(own.model.info().details["n_swa"])
@@ -78,13 +76,10 @@ async def _window_parts(settings: Settings) -> Found:
         raise NotMeasured("no window part is stored")
     added = (sum(after) - sum(before)) / max(before)
     bar = Bar("<=", math.ceil(n_swa / BLOCK), "value")
-    return Found(
-        figures=[single(f"window of {n_swa}: window parts of one more place", "parts", [added], bar)],
-        notes=["A recurrent state: with --model and a hybrid or recurrent GGUF."],
-    )
+    return single(f"window of {n_swa}: window parts of one more place", "parts", [added], bar)
 
 
-async def _state_bytes(settings: Settings) -> Found:
+async def _state_bytes(settings: Settings) -> Figure:
     """The state as stored, against what llama.cpp's memory grows by nothing but cells from 512 to 1,024."""
     native = []
     for n_ctx in (512, 1024):
@@ -97,7 +92,7 @@ async def _state_bytes(settings: Settings) -> Found:
     # A tiny model's state is so small that llama.cpp's own header would be more than 5 % of it.
     most = max(STATE_SHARE * state_bytes, HEADER_BYTES)
     name = f"bytes of one more place beyond its state of {state_bytes:,.0f}"
-    return Found(figures=[single(name, "bytes", [max(states) - state_bytes], Bar("<=", most, "value"))])
+    return single(name, "bytes", [max(states) - state_bytes], Bar("<=", most, "value"))
 
 
 async def _sizes_after(own: Own, prompt: list[int], kind: str) -> list[int]:

@@ -36,14 +36,12 @@ LOOK_S = 0.002
 OPENED_S = 1.5  # a stream that waits gets its headers after a second
 
 
-async def measure(settings: Settings) -> Found:
+async def measure(settings: Settings, found: Found) -> None:
     """P1 and P6 as they are, asked over HTTP; then what only a server has."""
-    found = Found()
     await _throughput(settings, found)
     await _agents(settings, found)
     await _waiting(settings, found)
     await _token(settings, found)
-    return found
 
 
 # --- P1 ---
@@ -62,7 +60,7 @@ async def _throughput(settings: Settings, found: Found) -> None:
             http, api = await take_turns(settings.n_runs, partial(ask, server), partial(ask, own))
         rates = [[sum(a.n_generated for a in run) / wall_s(run) for run in side] for side in (http, api)]
         many = f"{n} request{'s' if n > 1 else ''}, prefill included"
-        found.figures.append(against(many, "tokens/s", rates[0], rates[1], API, API_BAR, at=n))
+        await found.add(against(many, "tokens/s", rates[0], rates[1], API, API_BAR, at=n))
 
 
 async def _distinct(own: Own, n: int, n_prompt: int, n_out: int, side: Side, run: int) -> list[Answer]:
@@ -92,9 +90,9 @@ async def _agents(settings: Settings, found: Found) -> None:
         asks = [partial(ask, side) for side in sides]
         http, api, *peers = await take_turns(settings.runs(2), *asks, warm_up=False)
     name = f"{N_AGENTS} agents, wall time"
-    found.figures.append(against(f"{name}, as speed", "s", http, api, API, API_BAR, inverted=True))
+    await found.add(against(f"{name}, as speed", "s", http, api, API, API_BAR, inverted=True))
     others = peers[0] if peers else []
-    found.figures.append(against(name, "s", http, others, "llama-server over HTTP", PEER_BAR))
+    await found.add(against(name, "s", http, others, "llama-server over HTTP", PEER_BAR))
 
 
 # --- the first byte, and streams that wait ---
@@ -122,14 +120,12 @@ async def _waiting(settings: Settings, found: Found) -> None:
         bytes_ms = [1000 * await first_byte_s(server.port, PATH, body) for _ in range(settings.n_runs * 4)]
         sides = [partial(_active, own, server, n, n_out) for n in (n_streams, 0)]
         beside, alone = await take_turns(settings.runs(3), *sides)
-    found.figures.append(single("first byte, warm, connecting included", "ms", bytes_ms, BYTE_BAR))
+    await found.add(single("first byte, warm, connecting included", "ms", bytes_ms, BYTE_BAR))
     name = f"one stream beside {n_streams} that wait"
     rates = [[run.rate for run in side] for side in (beside, alone)]
     cpus = [[run.cpu_ms for run in side] for side in (beside, alone)]
-    found.figures.append(against(name, "tokens/s", rates[0], rates[1], "alone", IDLE_BAR))
-    found.figures.append(
-        against(f"{name}: CPU of the server, a token", "ms", cpus[0], cpus[1], "alone", CPU_BAR)
-    )
+    await found.add(against(name, "tokens/s", rates[0], rates[1], "alone", IDLE_BAR))
+    await found.add(against(f"{name}: CPU of the server, a token", "ms", cpus[0], cpus[1], "alone", CPU_BAR))
 
 
 async def _active(own: Own, server: OwnServer, n_streams: int, n_out: int, run: int) -> _Run:
@@ -177,7 +173,7 @@ async def _token(settings: Settings, found: Found) -> None:
         sides = partial(cpu_ms, server, server.cpu_s), partial(cpu_ms, own, _own_cpu_s)
         http, api = await take_turns(settings.n_runs, *sides)
     costs = [of_http - of_api for of_http, of_api in zip(http, api, strict=True)]
-    found.figures.append(single("CPU of HTTP, a streamed token", "ms", costs, TOKEN_BAR))
+    await found.add(single("CPU of HTTP, a streamed token", "ms", costs, TOKEN_BAR))
 
 
 async def _own_cpu_s() -> float:

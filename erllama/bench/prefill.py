@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 BAR = Bar(">=", 0.98)
 
 
-async def measure(settings: Settings) -> Found:
+async def measure(settings: Settings, found: Found) -> None:
     """One request at a time, first token included; llama-bench computes the same number of tokens."""
-    found = Found()
     lengths = settings.pick((512, 2048, 6000), (96, 192))
     for type_kv in ("f16", "q8_0"):
         with_kv = settings.with_kv(type_kv)
@@ -30,7 +29,7 @@ async def measure(settings: Settings) -> Found:
                 if settings.programs is not None:
                     sides.append(partial(_theirs, with_kv, n))
                 rates = await take_turns(settings.runs(5 if n < 4000 else 2), *sides, warm_up=n < 1000)
-                found.figures.append(
+                await found.add(
                     against(
                         f"{n} tokens, {type_kv} KV",
                         "tokens/s",
@@ -41,7 +40,6 @@ async def measure(settings: Settings) -> Found:
                         at=n,
                     )
                 )
-    return found
 
 
 async def _ours(own: Own, n: int, run: int) -> float:

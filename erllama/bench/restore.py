@@ -35,9 +35,8 @@ N_OUT = 4
 PEER_CACHE_MIB = 4096
 
 
-async def measure_ram(settings: Settings) -> Found:
+async def measure_ram(settings: Settings, found: Found) -> None:
     """Cold, then again after another prompt took the only sequence."""
-    found = Found()
     lengths = settings.pick((512, 2048, 6000), (128, 256))
     async with AsyncExitStack() as stack:
         own = await stack.enter_async_context(open_own(settings, n_ctx=max(lengths) + 64))
@@ -48,7 +47,6 @@ async def measure_ram(settings: Settings) -> Found:
         for n in lengths:
             settings.say(f"{n} tokens")
             await _ram(settings, own, peer, n, found)
-    return found
 
 
 async def _ram(settings: Settings, own: Own, peer: LlamaServer | None, n: int, found: Found) -> None:
@@ -60,22 +58,12 @@ async def _ram(settings: Settings, own: Own, peer: LlamaServer | None, n: int, f
     warm = [statistics.median(a.first_token_s for a in pair[1:]) for pair in rounds[0]]
     theirs = [pair[1].first_token_s for pair in rounds[1]] if peer is not None else []
     name = f"{n} tokens, first token"
-    found.figures.append(
-        against(
-            f"{name}: times faster than cold",
-            "s",
-            warm,
-            cold,
-            "cold",
-            FASTER_BARS.get(n),
-            at=n,
-            inverted=True,
-        )
-    )
+    faster, bar = f"{name}: times faster than cold", FASTER_BARS.get(n)
+    figures = [against(faster, "s", warm, cold, "cold", bar, at=n, inverted=True)]
     if theirs:
-        found.figures.append(against(name, "s", warm, theirs, "llama-server, its cache in RAM"))
-    found.figures.append(_against_memcpy(own, n, rounds[0]))
-    _note_what_came_from_elsewhere(found, n, rounds[0])
+        figures.append(against(name, "s", warm, theirs, "llama-server, its cache in RAM"))
+    figures.append(_against_memcpy(own, n, rounds[0]))
+    await found.add(*figures, notes=_what_came_from_elsewhere(n, rounds[0]))
 
 
 async def _cold_and_warm(own: Own, n: int, run: int) -> list[Answer]:
@@ -103,18 +91,18 @@ def _against_memcpy(own: Own, n: int, rounds: list[list[Answer]]) -> Figure:
     return single(f"{n} tokens: restoring, as a share of memcpy", "×", shares or [0.0], MEMCPY_BAR)
 
 
-def _note_what_came_from_elsewhere(found: Found, n: int, rounds: list[list[Answer]]) -> None:
+def _what_came_from_elsewhere(n: int, rounds: list[list[Answer]]) -> tuple[str, ...]:
     warm = [a for r in rounds for a in r[1:]]
     computed = max(a.n_computed for a in warm)
     sources = sorted({str(a.source) for a in warm})
-    found.notes.append(f"{n} tokens: {computed} computed when warm, from {', '.join(sources)}.")
+    notes = [f"{n} tokens: {computed} computed when warm, from {', '.join(sources)}."]
     if any(a.generated != r[0].generated for r in rounds for a in r[1:]):
-        found.notes.append(f"{n} tokens: WRONG: a warm answer differs from the cold one.")
+        notes.append(f"{n} tokens: WRONG: a warm answer differs from the cold one.")
+    return tuple(notes)
 
 
-async def measure_disk(settings: Settings) -> Found:
+async def measure_disk(settings: Settings, found: Found) -> None:
     """Cold in one process life, warm in the next one."""
-    found = Found()
     for n in settings.pick((512, 2048), (192,)):
         settings.say(f"{n} tokens")
         sides = [partial(_disk_lives, settings, n)]
@@ -124,11 +112,13 @@ async def measure_disk(settings: Settings) -> Found:
         ram, disk, dropped = (list(values) for values in zip(*rounds[0], strict=True))
         theirs = [lives[0] for lives in rounds[1]] if len(rounds) > 1 else []
         name = f"{n} tokens after a restart, first token"
-        found.figures.append(against(f"{name} from disk", "s", disk, ram, "from RAM", DISK_TO_RAM_BAR))
-        found.figures.append(against(name, "s", disk, theirs, "slot restore + request", DISK_TO_PEER_BAR))
+        figures = [
+            against(f"{name} from disk", "s", disk, ram, "from RAM", DISK_TO_RAM_BAR),
+            against(name, "s", disk, theirs, "slot restore + request", DISK_TO_PEER_BAR),
+        ]
         if dropped[0] > 0:
-            found.figures.append(against(f"{name}, page cache dropped", "s", dropped, ram, "from RAM"))
-    return found
+            figures.append(against(f"{name}, page cache dropped", "s", dropped, ram, "from RAM"))
+        await found.add(*figures)
 
 
 async def _disk_lives(settings: Settings, n: int, run: int) -> tuple[float, float, float]:
@@ -180,9 +170,8 @@ async def _peer_lives(settings: Settings, n: int, run: int) -> tuple[float, floa
     return restore_s + again.first_token_s, restore_s, again.first_token_s
 
 
-async def measure_window(settings: Settings) -> Found:
+async def measure_window(settings: Settings, found: Found) -> None:
     """As P3, on a model with a sliding window."""
-    found = Found()
     n = settings.pick(3840, 600)
     async with open_own(settings, n_ctx=n + 64) as own:
         if own.model.info().memory_kind != "window":
@@ -191,10 +180,9 @@ async def measure_window(settings: Settings) -> Found:
         cold = [pair[0].first_token_s for pair in rounds[0]]
         warm = [statistics.median(a.first_token_s for a in pair[1:]) for pair in rounds[0]]
         name = f"{n} tokens, first token: times faster than cold"
-        found.figures.append(against(name, "s", warm, cold, "cold", WINDOW_BAR, inverted=True))
-        _note_what_came_from_elsewhere(found, n, rounds[0])
-        found.figures += await _exactness(own, n, rounds[0])
-    return found
+        faster = against(name, "s", warm, cold, "cold", WINDOW_BAR, inverted=True)
+        await found.add(faster, notes=_what_came_from_elsewhere(n, rounds[0]))
+        await found.add(*await _exactness(own, n, rounds[0]))
 
 
 async def _exactness(own: Own, n: int, rounds: list[list[Answer]]) -> list[Figure]:

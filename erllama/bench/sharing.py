@@ -22,9 +22,8 @@ ONCE_BAR = Bar("<=", 1.05, "value")
 N_AGENTS = 8
 
 
-async def measure(settings: Settings) -> Found:
+async def measure(settings: Settings, found: Found) -> None:
     """Every run has a head of its own, so nobody profits from an earlier run."""
-    found = Found()
     n_head, n_tail, n_out = settings.pick((2048, 64, 32), (200, 16, 8))
     # Ours holds the head once. The peer computes and holds it per agent, so it gets room for that, in the
     # layout in which it is faster: separate streams.
@@ -39,17 +38,14 @@ async def measure(settings: Settings) -> Found:
         runs = await take_turns(settings.runs(2), *(partial(ask, side) for side in sides), warm_up=False)
         once = [_n_once(prompts_of_agents(own, n_head, n_tail, run)) for run in range(1, len(runs[0]) + 1)]
     walls = [[wall_s(run) for run in side] for side in runs]
-    found.figures.append(
-        against("wall time", "s", walls[0], walls[1] if len(walls) > 1 else [], "llama-server", WALL_BAR)
-    )
+    others = walls[1] if len(walls) > 1 else []
+    figures = [against("wall time", "s", walls[0], others, "llama-server", WALL_BAR)]
     for side, answers in zip(sides, runs, strict=True):
         computed = [sum(a.n_computed for a in run) / n for run, n in zip(answers, once, strict=True)]
         bar = ONCE_BAR if side is own else None
-        found.figures.append(single(f"{side.name}: computed, of one head and the tails", "×", computed, bar))
-    found.notes.append(
-        f"Ours ran with {own_ctx} cells, llama-server with {peer_ctx}: it needs room for 8 heads."
-    )
-    return found
+        figures.append(single(f"{side.name}: computed, of one head and the tails", "×", computed, bar))
+    room = f"Ours ran with {own_ctx} cells, llama-server with {peer_ctx}: it needs room for 8 heads."
+    await found.add(*figures, notes=(room,))
 
 
 async def _agents(own: Own, n_head: int, n_tail: int, n_out: int, side: Side, run: int) -> list[Answer]:

@@ -39,15 +39,18 @@ def paired(ours: Sequence[float], others: Sequence[float]) -> Spread:
 async def take_turns(
     n_runs: int, *sides: Callable[[int], Awaitable[T]], warm_up: bool = True
 ) -> list[list[T]]:
-    """Run the sides as A B A B …; each gets the number of its run and gives its result.
+    """Run the sides as A B, B A, A B …; each gets the number of its run and gives its result.
 
+    Whoever came last begins the next round, so that a machine that gets slower, or faster, favours nobody.
     With `warm_up` a first round (run 0) is thrown away. Returns one list of `n_runs` results per side.
     """
     results: list[list[T]] = [[] for _ in sides]
+    order = list(zip(results, sides, strict=True))
     for run in range(0 if warm_up else 1, n_runs + 1):
-        for kept, side in zip(results, sides, strict=True):
+        for kept, side in order:
             gc.collect()  # none of a run's garbage is collected in the next one
             result = await side(run)
             if run:
                 kept.append(result)
+        order.reverse()
     return results

@@ -25,7 +25,7 @@ P99_BAR, MAX_BAR = Bar("<=", 5, "value"), Bar("<=", 20, "value")
 GAP_BAR = Bar("<=", 1.3)
 
 
-async def measure_loop(settings: Settings) -> Found:
+async def measure_loop(settings: Settings, found: Found) -> None:
     """Lateness of a task that wants to wake every 10 ms, at full load."""
     n_decoding, n_out, n_filling, n_long = settings.pick((8, 192, 4, 2000), (2, 24, 1, 300))
     n_ctx = n_decoding * (64 + n_out) + n_filling * (n_long + 64)
@@ -49,12 +49,10 @@ async def measure_loop(settings: Settings) -> Found:
             nursery.cancel_scope.cancel()
     late_ms.sort()
     p99 = late_ms[max(0, math.ceil(len(late_ms) * 0.99) - 1)]
-    return Found(
-        figures=[
-            single("lateness of a 10 ms heartbeat, p99", "ms", [p99], P99_BAR),
-            single("… and its largest", "ms", [late_ms[-1]], MAX_BAR),
-        ],
-        notes=[f"{len(late_ms)} beats."],
+    await found.add(
+        single("lateness of a 10 ms heartbeat, p99", "ms", [p99], P99_BAR),
+        single("… and its largest", "ms", [late_ms[-1]], MAX_BAR),
+        notes=(f"{len(late_ms)} beats.",),
     )
 
 
@@ -65,9 +63,8 @@ async def _beat(late_ms: list[float]) -> None:
         late_ms.append((trio.current_time() - due) * 1000)
 
 
-async def measure_gap(settings: Settings) -> Found:
+async def measure_gap(settings: Settings, found: Found) -> None:
     """A stream runs, a long prompt comes: the longest time without a token until that prompt is done."""
-    found = Found()
     n_long, n_out = settings.pick((6000, 400), (700, 60))
     n_ctx = n_long + n_out + 256
     async with AsyncExitStack() as stack:
@@ -82,15 +79,16 @@ async def measure_gap(settings: Settings) -> Found:
         runs = await take_turns(settings.runs(2), *(partial(ask, side) for side in sides), warm_up=False)
     gaps = [[gap for gap, _ in side] for side in runs]
     fills = [[fill for _, fill in side] for side in runs]
+    figures = []
     for i, name, bar in ((0, f"chunks of {settings.n_batch}", GAP_BAR), (1, "default chunks", None)):
         for what, values, judged in (("longest gap", gaps, bar), ("prefill beside it", fills, None)):
             others = values[2] if len(values) > 2 else []
-            found.figures.append(against(f"{name}: {what}", "s", values[i], others, "llama-server", judged))
-    found.notes.append(
+            figures.append(against(f"{name}: {what}", "s", values[i], others, "llama-server", judged))
+    knob = (
         "prefill_chunk_size is the knob: smaller chunks give shorter gaps and a slower "
         "prefill beside a running stream."
     )
-    return found
+    await found.add(*figures, notes=(knob,))
 
 
 async def _gap_and_prefill(own: Own, n_long: int, n_out: int, side: Side, run: int) -> tuple[float, float]:

@@ -18,13 +18,13 @@ N_UNJUDGED = 4  # columns without bars
 def print_outcome(outcome: Outcome, *, judge: bool) -> None:
     """One workload: what is compared, its figures, its notes. Without `judge` no bar is held against them."""
     print(f"\n{outcome.id}  {outcome.title} ({outcome.seconds:.0f} s)\n    {outcome.compared}")
-    if outcome.failure is not None:
-        print(f"    not measured: {outcome.failure}")
-    elif outcome.figures:
+    if outcome.figures:
         n = len(HEADS) if judge else N_UNJUDGED
         _print_rows(HEADS[:n], [row(figure, judge=judge)[:n] for figure in outcome.figures])
     for note in outcome.notes:
         print(f"    {note}")
+    if outcome.complaint is not None:
+        print(f"    {outcome.complaint}")
 
 
 def row(figure: Figure, *, judge: bool) -> tuple[str, ...]:

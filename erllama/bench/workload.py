@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import trio
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
@@ -15,10 +17,20 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Found:
-    """What measuring gave: lines for the table, and sentences below it."""
+    """What measuring gave so far: lines for the table, and sentences below it.
 
+    `keep` is called after each addition: what was found outlives a run that does not get to its end.
+    """
+
+    keep: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
     figures: list[Figure] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    async def add(self, *figures: Figure, notes: tuple[str, ...] = ()) -> None:
+        """Add and keep."""
+        self.figures += figures
+        self.notes += notes
+        await self.keep()
 
 
 class NotMeasured(Exception):
@@ -27,7 +39,7 @@ class NotMeasured(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """`compared` says in a sentence what stands against what.
+    """`compared` says in a sentence what stands against what. `measure` adds each figure once it has it.
 
     `model` fetches the model that it needs; None: the one of the run.
     """
@@ -35,5 +47,5 @@ class Workload:
     id: str
     title: str
     compared: str
-    measure: Callable[[Settings], Awaitable[Found]]
+    measure: Callable[[Settings, Found], Awaitable[None]]
     model: Callable[[], Awaitable[Path]] | None = None

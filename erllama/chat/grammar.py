@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from erllama import llama
 from erllama.errors import InvalidGrammar
 
+from .nesting import MAX_NESTING, is_too_deep
 from .remembered import Remembered
 from .schema import canonical_schema
 
@@ -54,9 +55,12 @@ class SchemaGrammars:
 def schema_text(schema: object) -> str:
     """The schema's bytes as text: order counts, as answers follow it. Raises: `InvalidGrammar`."""
     try:
-        return json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as why:
         raise InvalidGrammar(f"the JSON schema is not JSON: {why}") from None
+    if is_too_deep(schema):
+        raise InvalidGrammar(f"the JSON schema is nested deeper than {MAX_NESTING}")
+    return text
 
 
 def _length(converted: tuple[str, str]) -> int:

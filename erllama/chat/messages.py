@@ -12,6 +12,8 @@ from typing import Any
 from erllama.errors import InvalidContent
 from erllama.types import ChatMessage
 
+from .nesting import MAX_NESTING, is_too_deep
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 KEYS = {"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"}
 Message = Mapping[str, Any] | ChatMessage
@@ -37,6 +39,11 @@ def check_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def is_prefilled(messages: list[dict[str, Any]]) -> bool:
     """Whether the last message is the beginning of the answer."""
     return messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+
+
+def joined(content: str | list[dict[str, str]]) -> str:
+    """The text of a checked message."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def invalid(index: int, why: str, where: str = "messages") -> InvalidContent:
@@ -138,6 +145,8 @@ class _Checker:
             decoded = json.loads(arguments or "{}")
         except (TypeError, ValueError, RecursionError) as why:
             raise self._fail(f"{where}: its arguments are not JSON: {why}") from None
+        if is_too_deep(decoded):
+            raise self._fail(f"{where}: its arguments are nested deeper than {MAX_NESTING}")
         if not isinstance(decoded, dict):
             raise self._fail(f"{where}: its arguments are a JSON object, not {arguments[:40]!r}")
         return self._text(arguments or "{}", f"{where}: arguments")

@@ -18,7 +18,7 @@ from .call_first import call_first, one_call
 from .grammar import schema_text, sealed
 from .history import with_calls_as_sampled
 from .markup import choose_mark, continued, unescaped
-from .messages import check_messages, is_prefilled
+from .messages import check_messages, is_prefilled, joined
 from .options import ChatOptions, schema_of
 from .tools import Tools, check_tools
 
@@ -62,10 +62,14 @@ class ChatParams:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What is needed of a model's vocabulary."""
+    """What is needed of a model's vocabulary.
+
+    `check_length`: raises for a prompt of so many characters that cannot fit, before it is tokenised.
+    """
 
     tokenize: Tokenize
     piece: Callable[[int], bytes]
+    check_length: Callable[[int], None] = lambda _: None
 
     def ids(self, text: str) -> tuple[int, ...]:
         """Tokens of a piece of markup."""
@@ -87,7 +91,7 @@ class Renderer:
         json_schema: Mapping[str, Any] | None = None,
         grammar: str | None = None,
     ) -> ChatParams:
-        """Raises: `InvalidContent`, `InvalidOption`, `InvalidGrammar`, `NotSupported`."""
+        """Raises: `InvalidContent`, `InvalidOption`, `InvalidGrammar`, `NotSupported`, `check_length`'s."""
         started = time.perf_counter()
         checked = [self._unhidden(message) for message in check_messages(messages)]
         tools = check_tools(options.tools, options.tool_choice)
@@ -106,6 +110,7 @@ class Renderer:
                 detail={"key": "grammar"},
             )
         shown, prompt = self._shown(inputs, applied, tools)
+        self._vocabulary.check_length(len(prompt))
         _check_supported(self._template, applied, checked, tools)
         mark = choose_mark(schema_text([shown, prompt]) + prompt)
         marked = self._marked(prompt, shown, mark)
@@ -130,7 +135,14 @@ class Renderer:
         schema: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
         kwargs = dict(options.template_kwargs or {})
+        if options.reasoning == "off" and kwargs.get("enable_thinking"):
+            raise InvalidOption(
+                "reasoning='off' and template_kwargs={'enable_thinking': True} exclude each other",
+                detail={"key": "reasoning", "value": "off"},
+            )
         prefilled = options.add_generation_prompt and is_prefilled(messages)
+        if prefilled:  # upstream would put blank lines between parts, in the middle of what is gone on with
+            messages = [*messages[:-1], {**messages[-1], "content": joined(messages[-1]["content"])}]
         inputs: dict[str, Any] = {
             "messages": messages,
             "tool_choice": tools.choice,
@@ -297,10 +309,8 @@ def _begun(inputs: Mapping[str, Any], applied: llama.Applied) -> str | None:
     """The content that the prompt has of the answer already; None if it was rendered as something else."""
     if inputs["continue_final_message"] == "none":
         return ""
-    content = inputs["messages"][-1].get("content") or ""
-    parts = [content] if isinstance(content, str) else [part["text"] for part in content]
-    made = [text for text in ("".join(parts), "\n".join(parts)) if applied.generation_prompt.endswith(text)]
-    return made[0] if made else None
+    content: str = inputs["messages"][-1]["content"]
+    return content if applied.generation_prompt.endswith(content) else None
 
 
 def _begins_thinking(applied: llama.Applied) -> bool:

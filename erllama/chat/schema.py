@@ -17,6 +17,7 @@ from erllama.errors import InvalidGrammar
 from .schema_facts import (
     ANYWHERE,
     CONSTRAINTS,
+    FORMATS,
     SHAPES,
     TYPES,
     Json,
@@ -92,6 +93,8 @@ class _Writer(TypedSchemas):
         for keyword in sorted(schema.keys() & CONSTRAINTS - allowed):
             if not is_empty(keyword, schema[keyword]):
                 self._fail(path, keyword, f"cannot be enforced beside {beside}")
+        if "format" not in allowed and schema.get("format") in FORMATS:
+            self._fail(path, "format", f"cannot be enforced beside {beside}")
 
     # --- one schema ---
 
@@ -267,7 +270,7 @@ class _Writer(TypedSchemas):
         if not isinstance(values, (list, tuple)) or not values:
             self._fail(path, "enum", "expected a list of values")
             return {}
-        others = {"const", "enum", "type"}
+        others = {"const", "enum", "type", "format"}  # whoever lists values knows their form
         if key == "const" and "enum" in schema:
             values = [v for v in values if any(same(v, e) for e in schema["enum"])]
         self._refuse_others(schema, path, others, key)

@@ -30,7 +30,8 @@ class TypedSchemas(ABC):
         """Fail for each keyword that constrains values and is not `allowed`."""
 
     def _number(self, schema: Mapping[str, Json], path: str) -> dict[str, Json]:
-        self._refuse_others(schema, path, CONSTRAINTS - NUMBER, "type number (integers can be bounded)")
+        allowed = CONSTRAINTS - NUMBER | {"format"}
+        self._refuse_others(schema, path, allowed, "type number (integers can be bounded)")
         return {"type": "number"}
 
     def _object(self, schema: Mapping[str, Json], path: str, depth: int) -> dict[str, Json]:
@@ -142,6 +143,7 @@ class TypedSchemas(ABC):
 
     def _string(self, schema: Mapping[str, Json], path: str) -> dict[str, Json]:
         made: dict[str, Json] = {"type": "string"}
+        allowed = CONSTRAINTS - {"minLength", "maxLength"}
         if "pattern" in schema:
             beside = "pattern"
             try:
@@ -153,8 +155,9 @@ class TypedSchemas(ABC):
         elif schema.get("format") in FORMATS:
             beside = f"format {schema['format']}"
             made["format"] = schema["format"]
+            allowed |= {"format"}
         if len(made) > 1:
-            self._refuse_others(schema, path, CONSTRAINTS - {"minLength", "maxLength"}, beside)
+            self._refuse_others(schema, path, allowed, beside)
             return made
         least, most = self._counts(schema, "minLength", "maxLength", MAX_REPEATED, path)
         return {**made, **bounds("minLength", least, "maxLength", most)}

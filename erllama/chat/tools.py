@@ -21,6 +21,7 @@ from .schema import canonical_schema
 log = logging.getLogger("erllama.chat")
 
 NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
+FUNCTION_KEYS = {"name", "description", "parameters", "strict"}
 _NO_RULE = re.compile(r"[^a-zA-Z0-9-]")  # what the converter makes a "-" in the names of rules
 MAX_BYTES = 32 << 20  # of schemas that are kept: an agent sends the same ones with every request
 Choice = Literal["auto", "none", "required"]
@@ -109,9 +110,14 @@ def _tool(index: int, tool: object) -> dict[str, Any]:
         raise invalid(
             index, f"{name!r} is no name for a tool: letters, digits, _ . : / -, up to 128", "tools"
         )
-    unknown = function.keys() - {"name", "description", "parameters", "strict"}
+    unknown = function.keys() - FUNCTION_KEYS
     if unknown:
         raise invalid(index, f"unknown key {min(map(str, unknown))!r} in its function", "tools")
+    misplaced = (tool.keys() & FUNCTION_KEYS) - function.keys()
+    if misplaced:
+        raise invalid(index, f"{min(misplaced)!r} belongs into its function", "tools")
+    if function.get("strict") not in (None, True, False):
+        raise invalid(index, "its strict is True or False", "tools")
     description = function.get("description") or ""
     if not isinstance(description, str):
         raise invalid(index, "its description is text", "tools")

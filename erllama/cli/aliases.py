@@ -39,11 +39,9 @@ async def reread_aliases(
             try:
                 given = await trio.to_thread.run_sync(read)
                 models.set_aliases(given.aliases)
-            except ErllamaError as why:
-                log.error("the aliases stay as they are: %s", why)
-                continue
-            except Exception:  # a mistake in a file must not end a server that runs
-                log.exception("the aliases stay as they are")
+            except Exception as why:  # a mistake in a file must not end a server that runs
+                is_bug = not isinstance(why, ErllamaError)
+                log.error("the aliases stay as they are: %s", why, exc_info=is_bug)
                 continue
             log.info("%d aliases read again", len(given.aliases))
             if given.model_copy(update={"aliases": running.aliases}) != running:

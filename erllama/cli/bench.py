@@ -55,7 +55,9 @@ async def _bench(arguments: argparse.Namespace, workloads: list[Workload], progr
     )
     outcomes = await run_bench(asked)
     if failed := [outcome.id for outcome in outcomes if outcome.failure is not None]:
-        raise EngineError(f"not measured: {', '.join(failed)}; the table says why", reason="not_measured")
+        raise EngineError(
+            f"not measured, or not to the end: {', '.join(failed)}; the table says why", reason="not_measured"
+        )
 
 
 def _say(what: str) -> None:

@@ -12,6 +12,7 @@ a second time, and the next best place is tried.
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("erllama.engine")
 SAVE_PATIENCE_S = 2.0  # for one save of what holds the cells that are wanted
+ROOM_PATIENCE_S = 2.0  # for RAM that other restores and saves hold, from one block of ours to the next
 READ_AHEAD = 3  # blocks: one that is imported, two that are read meanwhile
 MAX_TRIES = 8  # each finds less than the one before
 
@@ -150,6 +152,7 @@ class _Restore:
         # Without a legal place in between, or where any other place would cut the prompt differently.
         self._all_or_nothing = not layout.cuttable or seq.exact
         self._n_pieces = 0  # imported so far
+        self._room_until = math.inf  # when waiting for RAM ends; counted from the first load in vain
         self.found_damage = False
 
     async def run(self) -> bool:
@@ -157,10 +160,10 @@ class _Restore:
         with ExitStack() as held:
             small = []
             for piece in self._plan.small:  # without them the rest is of no use
-                data = await self._lease.load(piece.index, piece.part)
-                if data is None:
-                    self.found_damage = not self._is_stored(piece)
-                    return False
+                while (data := await self._lease.load(piece.index, piece.part)) is None:
+                    if not await self._may_load_later(piece):
+                        return False
+                self._room_until = math.inf
                 small.append((piece, held.enter_context(data)))
             if self._all_or_nothing and not await self._reserve_all(held):
                 return False
@@ -219,13 +222,14 @@ class _Restore:
             await ahead[0].done.wait()
             piece, data = ahead[0].piece, ahead[0].data
             if data is None:
-                self.found_damage = not self._is_stored(piece)
-                if self.found_damage or n_ahead == 1:
+                is_last_way = n_ahead == 1 or not self._is_stored(piece)
+                if is_last_way and not await self._may_load_later(piece):
                     return False
-                n_ahead -= 1  # RAM has no room for so many; with fewer it may have
+                n_ahead = max(1, n_ahead - 1)  # RAM has no room for so many; with fewer it may have
                 todo.extendleft(reversed([each.piece for each in ahead]))
                 await self._give_back(ahead)
                 continue
+            self._room_until = math.inf
             with data:  # nobody may look at a buffer that is given back
                 if not await self._block(piece, data):
                     return False
@@ -233,6 +237,14 @@ class _Restore:
             if piece.index not in still_used:
                 self._lease.release(piece.index)
         return False
+
+    async def _may_load_later(self, piece: Piece) -> bool:
+        """After a load in vain, when nothing else can be given back: whether to try again, after a moment."""
+        self.found_damage = not self._is_stored(piece)
+        self._room_until = min(self._room_until, trio.current_time() + ROOM_PATIENCE_S)
+        if self.found_damage or trio.current_time() >= self._room_until:
+            return False
+        return await self._lease.room_may_come() and _still_wants(self._seq, self._stay)
 
     def _is_stored(self, piece: Piece) -> bool:
         """Whether what could not be loaded is there: RAM has no room for it. Else it is not found again."""

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .catalog import Catalog
     from .meta import NodeMeta
     from .recover import PartId
-    from .room import RamRoom
+    from .room import Holders, RamRoom
     from .runner import Runner
     from .stats import Counters
     from .tierset import TierSet, TierState
@@ -67,6 +67,11 @@ class Loader:
         self._read_lately: OrderedDict[PartId, None] = OrderedDict()
         self._wanted = Counter[int]()  # buffers to touch, by size
         self._wants_more = trio.Event()
+
+    @property
+    def holders(self) -> Holders:
+        """Who is reading."""
+        return self._room.holders
 
     @property
     def n_in_flight(self) -> int:

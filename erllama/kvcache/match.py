@@ -100,6 +100,9 @@ class Lease:
         self.partial = match.partial is not None and there == len(nodes)
         self._held: list[list[tuple[bytes, PartKind]]] = [self._hold(node.name) for node in self.nodes]
         self._buffers: list[list[tuple[PartKind, Buffer]]] = [[] for _ in self.nodes]
+        self._is_open = True
+        self._holders = loader.holders
+        self._holders.n += 1
 
     def _is_live(self, name: bytes) -> bool:
         row = self._catalog.tree.find(name)
@@ -148,6 +151,16 @@ class Lease:
                 nursery.start_soon(work)
         return [views[i] for i in range(len(indices))]
 
+    async def room_may_come(self) -> bool:
+        """After a load that found no room: wait a moment for others. False if nobody else holds anything.
+
+        Cancellation: nothing is left behind.
+        """
+        if self._holders.n == 1 and not self._catalog.busy:
+            return False
+        await self._holders.wait()
+        return True
+
     def release(self, index: int) -> None:
         """Let go of one node before the lease ends. Idempotent. Views of it must not be used any more."""
         leases = self._catalog.leases
@@ -159,6 +172,7 @@ class Lease:
         for _, buffer in self._buffers[index]:
             buffer.release()
         self._buffers[index] = []
+        self._holders.have_let_go()
 
     def unload(self, index: int, kind: PartKind = PartKind.BASE) -> None:
         """Give back what was loaded of a part; its node stays held. Views of it must not be used any more."""
@@ -168,9 +182,13 @@ class Lease:
                 each[1].release()
             else:
                 self._buffers[index].append(each)
+        self._holders.have_let_go()
 
     def close(self) -> None:
         """Let go of everything. Idempotent."""
+        if self._is_open:
+            self._is_open = False
+            self._holders.n -= 1
         for index in range(len(self.nodes)):
             self.release(index)
 

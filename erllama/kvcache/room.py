@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+import trio
+
 from .arena import class_bytes
 from .parts import RAM
 from .planner import headroom
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 HEAD_SPARE = (
     8192  # left free beside each buffer: the node's head and its share of the index are charged later
 )
+_LOOK_AGAIN_S = 0.05
 _SPILL_TRIES = 3  # other takers may be faster; after this many rounds the tier is simply too busy
 
 
@@ -34,12 +37,31 @@ class Spill(Protocol):
         ...
 
 
+class Holders:
+    """The leases that are open: what they hold cannot make room until they let go of it."""
+
+    def __init__(self) -> None:
+        self.n = 0
+        self._let_go = trio.Event()
+
+    def have_let_go(self) -> None:
+        """One of them holds less than before."""
+        self._let_go.set()
+        self._let_go = trio.Event()
+
+    async def wait(self) -> None:
+        """Until one lets go of something, or a moment: what a write lets go of is not announced."""
+        with trio.move_on_after(_LOOK_AGAIN_S):
+            await self._let_go.wait()
+
+
 class RamRoom:
     """Takes buffers from the arena, evicting as needed."""
 
     def __init__(self, catalog: Catalog, tiers: TierSet) -> None:
         self._catalog, self._tiers = catalog, tiers
         self.spill: Spill | None = None
+        self.holders = Holders()
 
     def take_nowait(self, n_bytes: int, *, ceiling: float | None = None) -> Buffer | None:
         """A buffer now, or None: no room, or only by evicting what is worth more than `ceiling`.

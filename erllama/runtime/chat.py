@@ -11,7 +11,7 @@ import trio
 
 from erllama.chat.answer import read_answer
 from erllama.chat.grammar import SchemaGrammars
-from erllama.chat.messages import check_messages
+from erllama.chat.messages import check_messages, joined
 from erllama.chat.options import ChatOptions
 from erllama.chat.prompt import ChatParams, Renderer, Vocabulary
 from erllama.chat.templates import Template
@@ -136,7 +136,7 @@ class ModelChat:
         middleware: object = (),  # which is around this
         **options: Any,
     ) -> ChatParams:
-        self._refuse_hopeless(check_messages(messages))
+        self._refuse_hopeless(sum(map(_content_length, check_messages(messages))))
         return self._renderer().render(messages, ChatOptions(**options), json_schema, grammar)
 
     def _guide(self, params: ChatParams, generation: GenerationOptions) -> Guide:
@@ -186,15 +186,12 @@ class ModelChat:
 
     def _vocabulary(self) -> Vocabulary:
         backend: Any = self._handle.backend
-        return Vocabulary(backend.tokenize, backend.piece)
+        return Vocabulary(backend.tokenize, backend.piece, self._refuse_hopeless)
 
-    def _refuse_hopeless(self, messages: list[dict[str, Any]]) -> None:
+    def _refuse_hopeless(self, n_characters: int) -> None:
         """As `Model.complete` does: templates and tokenizers are not given what cannot fit anyway."""
         longest_piece: Callable[[], int] | None = getattr(self._handle.backend, "longest_piece", None)
-        if longest_piece is None:
-            return
-        n_characters = sum(map(_content_length, messages))
-        if n_characters < HOPELESS_FROM:
+        if longest_piece is None or n_characters < HOPELESS_FROM:
             return
         least, n_ctx = n_characters // longest_piece(), self._handle.facts.n_ctx
         if least >= n_ctx:
@@ -275,5 +272,4 @@ def _constraints(generation: GenerationOptions) -> dict[str, Any]:
 
 
 def _content_length(message: Mapping[str, Any]) -> int:
-    content: str | list[dict[str, str]] = message["content"]
-    return len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
+    return len(joined(message["content"]))

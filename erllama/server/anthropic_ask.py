@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from erllama.errors import InvalidContent
+from erllama.errors import InvalidContent, InvalidOption
 
 from .anthropic_body import ThinkingOption
 from .body import check_count, check_keys, given, ignored_note, refuse
@@ -33,6 +33,8 @@ def messages_ask(body: MessagesBody, limits: LimitsTable, session_id: str | None
     """Raises: `InvalidOption`, `InvalidContent` for what cannot be honoured."""
     if body.container is not None:
         raise refuse("container", "there are none")
+    if body.thread is not None:
+        raise _no_threads()
     thinking = _thinking(body)
     return Ask(
         model=body.model,
@@ -50,6 +52,14 @@ def messages_ask(body: MessagesBody, limits: LimitsTable, session_id: str | None
         ),
         session_id=session_id or (body.metadata.user_id if body.metadata else None) or None,
         notes=ignored_note(_ignored(body)),
+    )
+
+
+def _no_threads() -> InvalidOption:
+    """Worded as the package reads it: its tool runner then goes on without, with the whole conversation."""
+    return InvalidOption(
+        "thread: conversations are the client's to keep; send all of their messages",
+        detail={"key": "thread", "error_code": "thread_unsupported_request"},
     )
 
 

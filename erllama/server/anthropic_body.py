@@ -72,3 +72,4 @@ class MessagesBody(CountBody):
     container: Any = None
     inference_geo: str | None = None
     diagnostics: dict[str, Any] | None = None
+    thread: dict[str, Any] | None = None

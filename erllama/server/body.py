@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from erllama.errors import ErllamaError, InvalidContent, InvalidOption, UnknownOption
 
@@ -15,16 +15,36 @@ if TYPE_CHECKING:
     from fastapi.exceptions import RequestValidationError
 
 
-class Strict(BaseModel):
+class _Body(BaseModel):
+    """A body, or an object in one. Types are JSON's own: "5" is no number, and 1 is not true."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_json_has_it(cls, values: Any) -> Any:
+        """A field that is null has its default, as OpenAI and Ollama have it; 5.0 is an integer."""
+        if not isinstance(values, dict):
+            return values
+        fields = cls.model_fields
+        return {
+            key: _number(value) for key, value in values.items() if value is not None or key not in fields
+        }
+
+
+def _number(value: Any) -> Any:
+    """A number without a fraction as an integer; anything else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+class Strict(_Body):
     """A body whose unknown fields are refused, as OpenAI and Anthropic refuse them."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-class Lenient(BaseModel):
+class Lenient(_Body):
     """A body whose unknown fields are ignored and named in a header, as Ollama ignores them."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
 
 
 def ignored_note(names: Sequence[str]) -> tuple[str, ...]:

@@ -66,7 +66,7 @@ def body_of(error: ErllamaError, surface: Surface, request_id: str) -> dict[str,
     match surface:
         case "anthropic":
             kind = _anthropic_type(error, status_of(error, surface))
-            inner = {"type": kind, "message": str(error), "reason": error.reason}
+            inner = {"type": kind, "message": str(error), "reason": error.reason, **_anthropic_details(error)}
             return {"type": "error", "error": inner, "request_id": request_id}
         case "ollama":
             return {"error": str(error), "reason": error.reason}
@@ -79,6 +79,12 @@ def body_of(error: ErllamaError, surface: Surface, request_id: str) -> dict[str,
                     "code": _openai_code(error),
                 }
             }
+
+
+def _anthropic_details(error: ErllamaError) -> dict[str, Any]:
+    """What Anthropic's package looks for beyond the type, where it does."""
+    code = error.detail.get("error_code") if isinstance(error.detail, dict) else None
+    return {} if code is None else {"details": {"error_code": code, "unsupported": []}}
 
 
 def _openai_type(error: ErllamaError) -> str:

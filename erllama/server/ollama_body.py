@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -35,7 +35,7 @@ class Asked(Lenient):
     options: Options | None = None
     format: str | dict[str, Any] | None = None
     keep_alive: float | str | None = None
-    think: bool | str | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
     truncate: bool = True
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)

@@ -43,6 +43,11 @@ def usage_of(completion: Completion) -> dict[str, Any]:
     }
 
 
+def _no_usage_yet(is_wanted: bool) -> dict[str, None]:
+    """What every chunk but the last one says of the usage, where it was asked for."""
+    return {"usage": None} if is_wanted else {}
+
+
 def finish_reason(completion: Completion) -> str:
     """OpenAI's word for why it ended."""
     if completion.message is not None and completion.message.tool_calls:
@@ -84,6 +89,7 @@ class ChatReply(_Sse):
             "object": "chat.completion.chunk",
             "created": int(time.time()),
             "model": model,
+            **_no_usage_yet(include_usage),
         }
         self._include_usage = include_usage
         head = json.dumps(self._frame)[:-1]
@@ -159,6 +165,7 @@ class TextReply(_Sse):
             "object": "text_completion",
             "created": int(time.time()),
             "model": model,
+            **_no_usage_yet(include_usage),
         }
         self._include_usage = include_usage
         head = json.dumps(self._frame)[:-1]

@@ -107,20 +107,23 @@ class _Wire:
         self.last = self._now()
         self.blocked_since = math.inf
 
-    async def start(self, status: int, headers: Mapping[str, str]) -> None:
-        """Send the headers, once."""
+    async def start(self, status: int, headers: Mapping[str, str]) -> bool:
+        """Send the headers; False if others are out already."""
         while self._is_taken:
             await self._line.park()
         if self.started:
-            return
+            return False
         self.started, self.told = True, frozenset(headers)
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await self._sent(self._send({"type": "http.response.start", "status": status, "headers": raw}))
+        return True
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
-        """Send bytes. A client that does not take them is cancelled by `watch`."""
+        """Send bytes; nothing behind the last ones. Who does not take them is cancelled by `watch`."""
         while self._is_taken:
             await self._line.park()
+        if self.is_ending:  # a ping that had to wait for them
+            return
         self.is_ending = not more
         if more and self._chunks is not None:
             rest = self._chunks.write_now(data)
@@ -205,10 +208,13 @@ class AnswerReply(Response):
         body = json_bytes(self._translation.whole(answer, completion))
         await self._send_json(wire, scope, 200, body)
 
-    async def _send_json(self, wire: _Wire, scope: Scope, status: int, body: bytes) -> None:
+    async def _send_json(self, wire: _Wire, scope: Scope, status: int, body: bytes) -> bool:
+        """False if a stream has begun, perhaps just now, by a ping."""
         headers = {"content-type": "application/json", "content-length": str(len(body))}
-        await wire.start(status, {**record_of(scope).headers, **headers})
+        if not await wire.start(status, {**record_of(scope).headers, **headers}):
+            return False
         await wire.write(body, more=False)
+        return True
 
     # --- as a stream ---
 
@@ -273,12 +279,10 @@ class AnswerReply(Response):
         record.error = error.reason
         if error is not failure and error.reason == "error":
             log.error("request %s failed", record.request_id, exc_info=failure)
-        if wire.started:
-            await wire.write(self._translation.failed(error, record.request_id), more=False)
-            return
         record.note(f"{name}: {value}" for name, value in headers_of(error).items())
         body = json_bytes(body_of(error, record.surface, record.request_id))
-        await self._send_json(wire, scope, status_of(error, record.surface), body)
+        if not await self._send_json(wire, scope, status_of(error, record.surface), body):
+            await wire.write(self._translation.failed(error, record.request_id), more=False)
 
 
 def _stable(ask: Ask) -> Ask:

@@ -33,7 +33,7 @@ def test_ratios_are_taken_run_by_run():
 
 
 async def test_sides_take_turns_and_the_first_round_is_thrown_away():
-    """A B A B; each is told the number of its run."""
+    """A B, B A, A B; each is told the number of its run."""
     order = []
 
     def side(name):
@@ -44,7 +44,7 @@ async def test_sides_take_turns_and_the_first_round_is_thrown_away():
         return run
 
     assert await take_turns(2, side("a"), side("b")) == [[1, 2], [1, 2]]
-    assert order == [(name, number) for number in (0, 1, 2) for name in "ab"]
+    assert order == [("a", 0), ("b", 0), ("b", 1), ("a", 1), ("a", 2), ("b", 2)]
     assert await take_turns(1, side("a"), warm_up=False) == [[1]]
 
 

@@ -7,14 +7,16 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+import trio
 
 from erllama.bench.catalog import WORKLOADS, choose
+from erllama.bench.figure import single
 from erllama.bench.llama_bench import read_rate
 from erllama.bench.plot import Chart
 from erllama.bench.programs import find_programs
 from erllama.bench.prompts import Prompts
-from erllama.bench.run import Request, run_bench
-from erllama.bench.workload import Found, Workload
+from erllama.bench.run import UNFINISHED, Request, run_bench
+from erllama.bench.workload import Workload
 from erllama.errors import EngineError, InvalidOption, NativeLibraryError
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -87,44 +89,112 @@ def test_a_plot_places_its_points(log_y):
     assert {"T", "x & y", "a <b>", "c", "16"} <= set(texts)
 
 
-async def test_a_workload_that_fails_does_not_end_the_run(tmp_path, capsys):
-    """Its reason is printed and written; the next one runs."""
-
-    async def broken(settings):
-        raise EngineError("it is broken")
-
-    async def fine(settings):
-        return Found(notes=["fine"])
-
-    workloads = [
+def workloads_of(*measures):
+    """Workloads A, B, …"""
+    return [
         Workload(id=name, title=name, compared="", measure=measure)
-        for name, measure in (("A", broken), ("B", fine))
+        for name, measure in zip("ABC", measures, strict=False)
     ]
+
+
+def written_workloads(report):
+    """By id, from the file."""
+    return {w["id"]: w for w in json.loads(report.read_text())["workloads"]}
+
+
+async def fine(settings, found):
+    await found.add(single("x", "s", [1.0]), notes=("fine",))
+
+
+async def broken(settings, found):
+    raise EngineError("it is broken")
+
+
+async def broken_together(settings, found):
+    async with trio.open_nursery() as nursery:
+        for _ in range(2):
+            nursery.start_soon(broken, settings, found)
+
+
+async def buggy(settings, found):
+    await found.add(single("x", "s", [1.0]))
+    raise ZeroDivisionError("by nothing")
+
+
+@pytest.mark.parametrize(
+    ("measure", "failure", "said"),
+    [
+        (broken, "it is broken", "not measured: it is broken"),
+        (broken_together, "it is broken", "not measured: it is broken"),
+        (buggy, "ZeroDivisionError: by nothing", "ended early: ZeroDivisionError"),
+    ],
+)
+async def test_a_workload_that_fails_does_not_end_the_run(tmp_path, capsys, measure, failure, said):
+    """Its reason is printed and written, also out of tasks of its own; the next one runs. A bug is shown."""
     report = tmp_path / "r.json"
-    outcomes = await run_bench(asked(Path("m.gguf"), workloads=workloads, json=report))
-    assert [outcome.failure for outcome in outcomes] == ["it is broken", None]
-    assert "not measured: it is broken" in capsys.readouterr().out
-    written = json.loads(report.read_text())["workloads"]
-    assert [w["failure"] for w in written] == ["it is broken", None]
+    outcomes = await run_bench(
+        asked(Path("m.gguf"), workloads=workloads_of(measure, fine), json=report, plots=tmp_path / "p")
+    )
+    assert [outcome.failure for outcome in outcomes] == [failure, None]
+    told = capsys.readouterr()
+    assert said in told.out
+    assert ("in buggy" in told.err) == (measure is buggy)
+    written = written_workloads(report)
+    assert (written["A"]["failure"], written["B"]["failure"]) == (failure, None)
+    assert len(written["A"]["figures"]) == (measure is buggy)
 
 
-async def test_what_was_measured_is_written_when_the_run_is_interrupted(tmp_path):
-    """Ctrl-C after an hour leaves that hour's figures."""
+@pytest.mark.parametrize("n_before", [0, 1])
+async def test_what_was_measured_is_written_when_the_run_is_interrupted(tmp_path, capsys, n_before):
+    """Ctrl-C after an hour leaves that hour's figures, of the interrupted workload too."""
 
-    async def fine(settings):
-        return Found(notes=["fine"])
-
-    async def interrupted(settings):
+    async def interrupted(settings, found):
+        for i in range(n_before):
+            await found.add(single(f"figure {i}", "s", [1.0]))
         raise KeyboardInterrupt
 
-    workloads = [
-        Workload(id=name, title=name, compared="", measure=measure)
-        for name, measure in (("A", fine), ("B", interrupted))
-    ]
     report = tmp_path / "r.json"
     with pytest.raises(KeyboardInterrupt):
-        await run_bench(asked(Path("m.gguf"), workloads=workloads, json=report))
-    assert [w["id"] for w in json.loads(report.read_text())["workloads"]] == ["A"]
+        await run_bench(asked(Path("m.gguf"), workloads=workloads_of(fine, interrupted, fine), json=report))
+    written = written_workloads(report)
+    assert (written["A"]["failure"], written["B"]["failure"]) == (None, UNFINISHED)
+    assert "C" not in written
+    assert len(written["B"]["figures"]) == n_before
+    assert f"{'ended early' if n_before else 'not measured'}: {UNFINISHED}" in capsys.readouterr().out
+
+
+async def test_each_figure_is_in_the_file_at_once(tmp_path):
+    """Who is killed has what was found until then; an earlier run's file stays until the first figure."""
+    report = tmp_path / "r.json"
+    report.write_text("old")
+    seen = []
+
+    async def looking(settings, found):
+        seen.append(report.read_text())
+        await found.add(single("first", "s", [1.0]))
+        seen.append(written_workloads(report))
+
+    await run_bench(asked(Path("m.gguf"), workloads=workloads_of(looking), json=report))
+    before, during = seen
+    assert before == "old"
+    assert [f["name"] for f in during["A"]["figures"]] == ["first"]
+    assert during["A"]["failure"] == UNFINISHED
+    assert written_workloads(report)["A"]["failure"] is None
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+
+
+async def test_a_file_that_cannot_be_written_is_found_before_measuring(tmp_path):
+    """Not after an hour."""
+    measured = []
+
+    async def measure(settings, found):
+        measured.append(1)
+
+    with pytest.raises(FileNotFoundError):
+        await run_bench(
+            asked(Path("m.gguf"), workloads=workloads_of(measure), json=tmp_path / "none" / "r.json")
+        )
+    assert measured == []
 
 
 @pytest.mark.model

@@ -84,6 +84,7 @@ ENFORCED: dict[str, dict[str, Any]] = {
     "date": {"type": "string", "format": "date"},
     "date-time": {"type": "string", "format": "date-time"},
     "uuid": {"type": "string", "format": "uuid"},
+    "dates by name": {"type": "string", "format": "date", "enum": ["2026-01-01", "2026-12-31"]},
     "format only said": {"type": "string", "format": "email", "maxLength": 5},
     "whole number": {"type": "number", "multipleOf": 1, "minimum": -3, "maximum": 12},
     "whole number or text": {"type": ["number", "string"], "multipleOf": 1.0, "maxLength": 3},
@@ -148,6 +149,13 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "unicode property": ({"type": "string", "pattern": r"^\p{L}$"}, "#", "pattern"),
     "repeated too often": ({"type": "string", "pattern": "^a{2001}$"}, "#", "pattern"),
     "pattern with length": ({"type": "string", "pattern": "^a+$", "maxLength": 3}, "#", "maxLength"),
+    "pattern with format": ({"type": "string", "pattern": "^a+$", "format": "date"}, "#", "format"),
+    "ref with format": (
+        {"$ref": "#/$defs/s", "format": "date", "$defs": {"s": {"type": "string"}}}, "#", "format",
+    ),
+    "anyOf beside format": (
+        {"type": "string", "format": "date", "anyOf": [{"maxLength": 3}, {"const": "x"}]}, "#", "format",
+    ),
     "length 2001": (a(type="string", maxLength=2001), "#/properties/a", "maxLength"),
     "length 65536": ({"type": "string", "maxLength": 65536}, "#", "maxLength"),
     "negative length": ({"type": "string", "minLength": -1}, "#", "minLength"),

@@ -26,6 +26,7 @@ from erllama.llama.sampler import SamplerChain, SamplerParams
 
 pytestmark = pytest.mark.model
 
+SAID = 'Let me "see"\\:\n'
 CALLING = [name for name in NAMES if name not in NO_TOOLS | REFUSES_DIALOGUE]
 
 
@@ -90,12 +91,13 @@ def test_a_required_call_is_taken(vocab, name):
     assert takes(vocab, grammar, begun + call)
 
 
-def test_a_call_follows_what_the_answer_has_already(vocab):
+@pytest.mark.parametrize("parts", [[SAID], [SAID[:7], SAID[7:]]], ids=["one part", "two parts"])
+def test_a_call_follows_what_the_answer_has_already(vocab, parts):
     """An answer that begins with text goes on with the call, and with no more text."""
-    said = 'Let me "see"\\:\n'
-    messages = [USER, {"role": "assistant", "content": said}]
+    content = [{"type": "text", "text": part} for part in parts]
+    messages = [USER, {"role": "assistant", "content": content}]
     grammar, begun = required("Qwen-Qwen2.5-7B-Instruct", messages)
-    assert begun.endswith(said)
+    assert begun.endswith(SAID)
     call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
     assert takes(vocab, grammar, begun + call)
     assert not takes(vocab, grammar, begun + "I")

@@ -292,3 +292,23 @@ def test_required_calls_are_in_the_grammar(name):
     assert grammar is not None
     for one in tools:
         assert one["function"]["name"] in grammar
+
+
+SAID = [{"type": "text", "text": "Sure,"}, {"type": "text", "text": " it "}]
+HELD = {"CohereForAI-c4ai-command-r7b-12-2024-tool_use": "shows text behind a marker only, so at the end"}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in HELD])
+def test_a_prefilled_answer_is_gone_on_with(name):
+    """FAULTS: the prompt ends with the caller's words, and nothing but what is generated comes back."""
+    render, _ = renderer(name)
+    prefill = {"role": "assistant", "content": "Sure, it "}
+    params = render.render([USER, prefill], ChatOptions())
+    assert params.prompt.endswith("Sure, it ")
+    assert render.render([USER, {**prefill, "content": SAID}], ChatOptions()).prompt == params.prompt
+    for complete in (True, False):
+        with Answer(params) as answer:
+            deltas = [delta for character in "rains." for delta in answer.feed(character)]
+            more, message = answer.finish(complete=complete)
+        assert "".join(delta.text for delta in [*deltas, *more]) == message.content == "rains."
+        assert not message.reasoning_content

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pathlib
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import trio
 
 from erllama.kvcache.columns import PartColumns
 from erllama.kvcache.filetier import FileTier
+from erllama.kvcache.kinds import PartKind
 from erllama.kvcache.tiers import DiskTier
 
-from .stores import PART_BYTES, bench
+from .stores import BLOCK, PART_BYTES, bench
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 DISK_BYTES = 30 * (PART_BYTES + 500)
+LARGE_BYTES = 1 << 30
 
 
 def history(rng: random.Random) -> list[int]:
@@ -40,6 +43,39 @@ def write_for_ever(root: str, seed: int, started: Connection) -> None:
                     started.send("go")
                     said = True
                 await trio.lowlevel.checkpoint()
+
+    trio.run(main)
+
+
+def all_kinds(rng: random.Random) -> dict[str, Any]:
+    """Options of a save: which parts a node has, and how large they are; large ones take several writes."""
+    kinds = (PartKind.BASE, *rng.choice([(), (PartKind.WINDOW,), (PartKind.STATE,)]))
+    sizes = {kind: rng.choice([0, 900, 9_000, 150_000]) for kind in kinds}
+    return {"kinds": kinds, "sizes": sizes}
+
+
+def keep_promises(root: str, seed: int, told: Connection) -> None:
+    """Save, spill, read and tidy up until killed; tells of each history that is durable.
+
+    Nothing is evicted from the folder: it has room for all that a test's children write.
+    """
+
+    async def main() -> None:
+        rng = random.Random(seed)
+        async with bench(
+            pathlib.Path(root), ram_bytes=2 << 20, disk_bytes=LARGE_BYTES, spill=True, run=None, clock=None
+        ) as b:
+            told.send(None)
+            for i in itertools.count():
+                ids = [*history(rng), i % 50]
+                saved = await b.save_path(ids, tier="kv" if i % 3 else "ram", **all_kinds(rng))
+                await b.read(ids[:8])
+                if i % 5 == 4:
+                    await b.store.housekeeping()
+                if i % 7 == 6:
+                    await b.store.flush()  # writes the hit journal too
+                if i % 2 and saved and await saved[-1].wait_durable():
+                    told.send(ids[: BLOCK * len(saved)])
 
     trio.run(main)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pathlib
+import pickle
 import random
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import trio
 
 from erllama.kvcache.check import check_files
 from erllama.kvcache.columns import PartColumns
@@ -45,9 +48,9 @@ def spawn():
     return start
 
 
-def recover(root: pathlib.Path) -> int:
+def recover(root: pathlib.Path, disk_bytes: int = child.DISK_BYTES) -> int:
     """Open the folder as the next process would; all in it must be whole. Returns the number of parts."""
-    tier = FileTier(DiskTier("kv", str(root), child.DISK_BYTES))
+    tier = FileTier(DiskTier("kv", str(root), disk_bytes))
     found, _, _ = tier.start(PartColumns(), 4e9)
     ids = {part.id for part in found.found}
     assert not found.rejected
@@ -73,6 +76,50 @@ def test_killed_at_fifty_random_instants(tmp_path: pathlib.Path, spawn) -> None:
         n_parts = recover(tmp_path)
     assert n_parts > 0
     assert not list((tmp_path / "nodes").glob("*.tmp"))
+
+
+def test_what_was_durable_survives_a_kill(tmp_path: pathlib.Path, spawn) -> None:
+    """K16: groups of several kinds, spills, journals: what was called durable is there, and right.
+
+    Killed at random moments, start-up among them, one life after the other on the same folder.
+    """
+    rng, promised = random.Random(11), []
+    for i in range(KILLS // 2):
+        process, pipe = spawn(child.keep_promises, str(tmp_path), i)
+        if i % 5:
+            assert pipe.recv() is None
+        time.sleep(rng.random() * 0.1)
+        process.kill()
+        process.join()
+        promised += told_of(pipe)
+        trio.run(read_all, tmp_path, promised[-8:])
+        left = [path.name for path in tmp_path.rglob("*") if path.suffix in (".tmp", ".new", ".lock")]
+        assert left == ["publish.lock"]
+        assert not list((tmp_path / "quarantine").iterdir())
+    trio.run(read_all, tmp_path, promised)
+    recover(tmp_path, child.LARGE_BYTES)
+    kinds = {path.name.split(".")[1] for path in (tmp_path / "nodes").iterdir()}
+    assert kinds == {"base", "window", "state"}
+    assert len(promised) > 10
+
+
+def told_of(pipe: Connection) -> list[list[int]]:
+    """Histories that a child called durable before it was killed."""
+    told = []
+    with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):  # killed in the middle of a word
+        while pipe.poll():
+            told.append(pipe.recv())
+    pipe.close()
+    return [ids for ids in told if ids is not None]
+
+
+async def read_all(root: pathlib.Path, histories: list[list[int]]) -> None:
+    """A store opened on the folder has them all, whole."""
+    async with bench(root, disk_bytes=child.LARGE_BYTES) as b:
+        for ids in histories:
+            assert await b.read(ids) == len(ids), ids
+        assert b.store.statistics().damage == {}
+        assert await b.store.check() == []
 
 
 def test_three_processes_share_a_root(tmp_path: pathlib.Path, spawn) -> None:

@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import random
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from .stores import PART_BYTES, Bench, Clock, bench
 
 if TYPE_CHECKING:
     import pathlib
+    from collections.abc import AsyncIterator
 
 CHAT = list(range(14))
 
@@ -838,17 +840,24 @@ async def test_check_finds_and_fixes(tmp_path: pathlib.Path) -> None:
 # --- failing tiers --------------------------------------------------------------------------------
 
 
-async def test_a_failing_tier_is_switched_off_and_comes_back(
-    tmp_path: pathlib.Path, autojump_clock: trio.testing.MockClock
-) -> None:
-    """K6: errors switch it off, others serve on; it is tried again later and its content is there."""
+@asynccontextmanager
+async def failing_tier(root: pathlib.Path) -> AsyncIterator[tuple[Bench, FailingFiles]]:
+    """A history of eight tokens on disk only, and no write that succeeds from now on."""
     files = FailingFiles(errno.EIO, call="write")
     files.on = False
-    async with bench(tmp_path, files=files) as b:
+    async with bench(root, files=files) as b:
         await b.save_path(range(8), tier="kv")
         await b.settle()
         await b.store.evict_bytes(1 << 30, ["ram"])
         files.on = True
+        yield b, files
+
+
+async def test_a_failing_tier_is_switched_off_and_comes_back(
+    tmp_path: pathlib.Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    """K6: errors switch it off, others serve on; it is tried again later and its content is there."""
+    async with failing_tier(tmp_path) as (b, files):
         failed = await b.save([20], tier="kv")
         assert failed is not None
         assert not await failed.wait_durable()
@@ -1144,13 +1153,7 @@ async def test_a_node_computed_again_while_its_tier_is_off(
     tmp_path: pathlib.Path, autojump_clock: trio.testing.MockClock
 ) -> None:
     """K6: what is on a tier that is off is served from a copy just computed, later from the tier again."""
-    files = FailingFiles(errno.EIO, call="write")
-    files.on = False
-    async with bench(tmp_path, files=files) as b:
-        await b.save_path(range(8), tier="kv")
-        await b.settle()
-        await b.store.evict_bytes(1 << 30, ["ram"])
-        files.on = True
+    async with failing_tier(tmp_path) as (b, files):
         await b.save([20], tier="kv")
         await b.store.flush()
         assert await b.read(range(8)) == 0

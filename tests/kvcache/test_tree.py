@@ -45,6 +45,13 @@ class Model:
             self.metas[meta.name] = meta
         return row
 
+    def add_path(self, path: list[list[int]]) -> None:
+        """A history block by block."""
+        above = None
+        for ids in path:
+            above = node(ids, above)
+            self.add(above)
+
     def remove(self, meta: NodeMeta) -> None:
         row = self.tree.find(meta.name)
         assert row is not None
@@ -94,10 +101,7 @@ def test_longest_prefix_is_the_dictionary_s(paths: list, prompt: list[int], rng:
     """K3, K24: whatever was inserted and removed, the walk reaches as far as a search over all nodes."""
     model = Model()
     for path in paths:
-        above = None
-        for ids in path:
-            above = node(ids, above)
-            model.add(above)
+        model.add_path(path)
         if rng.random() < 0.4:
             leaves = [m for m in model.metas.values() if model.tree.is_leaf(model.tree.find(m.name) or 0)]
             model.remove(rng.choice(leaves))
@@ -117,10 +121,7 @@ def test_another_tokenisation_of_the_same_bytes_hits(paths: list, pick: int) -> 
     """K2: a history spelled letter by letter reaches at least as far, by bytes, as the stored spelling."""
     model = Model()
     for path in paths:
-        above = None
-        for ids in path:
-            above = node(ids, above)
-            model.add(above)
+        model.add_path(path)
     metas = list(model.metas.values())
     history = model.history(metas[pick % len(metas)])
     text = b"".join(pieces(history))

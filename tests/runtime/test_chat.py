@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -10,7 +11,7 @@ import threading
 import make_tiny_gguf
 import pytest
 import trio
-from chat.scenes import TOOLS, USER, call, dialogue, tool
+from chat.scenes import TOOLS, USER, call, dialogue, result, tool
 
 import erllama
 from erllama import ChatMessage, Done, Thinking, ThinkingEnd, Token, TokenId, ToolCallDelta, llama
@@ -130,6 +131,42 @@ async def test_an_answer_cut_short_makes_up_no_call():
     assert answer.finish_reason == "length"
     assert [made.name for made in answer.message.tool_calls] == ["get_weather"]
     assert "get_time" not in answer.reply
+
+
+FACES = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "🙂👩‍👧"}}\n</tool_call>'
+
+
+async def test_characters_in_arguments_stay_whole():
+    """FAULTS: a byte at a time, cut behind any of them: no half character but the last, no half call."""
+    backend = ScriptedChat(says=FACES)
+    n_cut = 0
+    async with loaded(backend) as model:
+        for n in range(FACES.index("🙂") - 2, len(FACES.encode()) + 2):
+            events = await chat_events(model, tools=TOOLS, max_tokens=n)
+            sent = "".join(event.arguments for event in events if isinstance(event, ToolCallDelta))
+            completion = events[-1].completion
+            assert "�" not in sent[:-1]
+            n_cut += "�" in sent
+            assert '{"city": "🙂👩‍👧"}'.startswith(sent.removesuffix("�"))
+            if completion.message.tool_calls:
+                assert completion.message.tool_calls[0].arguments == {"city": "🙂👩‍👧"}
+            assert completion.message.content == ""
+    assert n_cut == 3 * 3 + 2  # behind each byte but the last, of three characters of 4 and one of 3
+    assert completion.message.tool_calls
+
+
+async def test_two_chats_in_one_session():
+    """The second is refused while the first is answered, and the session goes on."""
+    backend = ScriptedChat(says="word " * 20)
+    async with loaded(backend, stream_buffer_events=8) as model:  # who reads no further is not done
+        async with model.chat_stream([USER], session_id="s") as events:
+            await events.__anext__()
+            with pytest.raises(erllama.StickyBusy):
+                await model.chat([USER], session_id="s")
+            answer = await erllama.collect(events)
+        messages = [USER, answer.message, {"role": "user", "content": "And now?"}]
+        again = await model.chat(messages, session_id="s")
+    assert again.reply == answer.reply
 
 
 async def test_what_cannot_be_read_is_content():
@@ -298,6 +335,8 @@ BAD_TOOLS = [
     [{"type": "function", "function": {"name": "f", "parameters": []}}],
     [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}],
     [{"type": "function", "function": {"name": "f", "colour": "red"}}],
+    [{"type": "function", "function": {"name": "f"}, "strict": True}],
+    [{"type": "function", "function": {"name": "f", "strict": "yes"}}],
     [TOOLS[0], TOOLS[0]],
     [tool("get_time"), tool("get-time")],
     [tool("get_time"), tool("a"), tool("get.time")],
@@ -326,6 +365,7 @@ async def test_bad_tools_are_typed_errors(tools):
         {"reasoning": "deep"},
         {"parallel_tool_calls": 1},
         {"template_kwargs": {"enable_thinking": "yes"}},
+        {"template_kwargs": {"enable_thinking": True}, "reasoning": "off"},
         {"template_kwargs": {"messages": []}},
         {"template_kwargs": {"tools": 1}},
         {"temperature": -1},
@@ -341,6 +381,33 @@ async def test_bad_options_are_typed_errors(options):
     async with loaded(ScriptedChat()) as model:
         with pytest.raises(InvalidOption):
             await model.chat([USER], **options)
+
+
+def nested(depth):
+    """Objects within one another."""
+    value = 1
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize("depth", [240, 450, 800, 5000])
+async def test_what_is_nested_too_deep_is_a_typed_error(depth):
+    """Wherever callers put JSON; what llama-common takes, Python's stack holds as well."""
+    odd = tool("odd")
+    odd["function"]["parameters"]["properties"]["n"] = {"enum": [nested(depth)]}
+    called = {"role": "assistant", "content": "", "tool_calls": [call("1", "get_time")]}
+    called["tool_calls"][0]["function"]["arguments"] = nested(depth)
+    asked = [
+        {"messages": [USER, called, result("1", "get_time", "x")], "tools": TOOLS},
+        {"tools": [odd]},
+        {"json_schema": {"const": nested(depth)}},
+        {"template_kwargs": {"x": nested(depth)}},
+    ]
+    async with loaded(ScriptedChat()) as model:
+        for options in asked:
+            with pytest.raises((InvalidContent, InvalidGrammar)) if depth > 256 else contextlib.nullcontext():
+                await model.chat(options.pop("messages", [USER]), **options)
 
 
 async def test_unknown_options_name_the_nearest():
@@ -415,7 +482,7 @@ async def test_a_template_without_generation_prompt():
 
 
 async def test_messages_that_cannot_fit_are_refused_at_once():
-    """10 MiB against a context of 16k tokens: no template and no tokenizer sees them."""
+    """10 MiB against a context of 16k tokens: no template sees them, and no tokenizer what it makes long."""
 
     class Backend(ScriptedChat):
         def longest_piece(self) -> int:
@@ -425,7 +492,13 @@ async def test_messages_that_cannot_fit_are_refused_at_once():
     async with loaded(backend) as model:
         with pytest.raises(ContextOverflow):
             await model.chat([{"role": "user", "content": "x" * (10 << 20)}])
-    assert backend.n_templates == 0
+        assert backend.n_templates == 0
+        backend.tokenize = None  # type: ignore[assignment]  # what only the template makes long
+        many = [USER, {"role": "assistant", "content": "x"}] * 2_000
+        called = {"role": "assistant", "content": "", "tool_calls": [call("1", "f", city="x" * (1 << 20))]}
+        for messages in ([*many, USER], [USER, called, result("1", "f", "x")]):
+            with pytest.raises(ContextOverflow):
+                await model.chat(messages)
 
 
 async def test_a_backend_without_templates_cannot_chat():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+import trio
 
 import erllama
 from erllama import DiskTier, SavePolicy
@@ -48,3 +49,30 @@ async def test_it_is_read_whole_every_time(tmp_path: Path, kind: MemoryKind) -> 
         assert n_read == [N_BLOCKS * BLOCK + 4] * 4, f"{n_buffers} buffers"
     assert lacked[1]
     assert not lacked[10]
+
+
+@pytest.mark.parametrize("kind", [MemoryKind.DENSE, MemoryKind.HYBRID])
+async def test_so_are_several_at_once(tmp_path: Path, kind: MemoryKind) -> None:
+    """Who finds no buffer waits for one that another restore gives back, instead of computing it all."""
+    prompts = [[(i * 7919 + i // 251 + k) % 256 for i in range(4 * BLOCK + 5)] for k in range(4)]
+    tier = DiskTier("kv", str(tmp_path))
+
+    async def answers(ram_bytes: int) -> tuple[list[int | None], int]:
+        async with erllama.open_engine(tiers=[tier], ram_max_bytes=ram_bytes) as engine:
+            backend = FakeBackend(n_ctx=1 << 16, n_slots=4, n_batch=BLOCK, memory_kind=kind)
+            model = await engine.load_model(backend=backend, tier="kv", policy=POLICY)
+            n_read: list[int | None] = [None] * len(prompts)
+
+            async def ask(k: int) -> None:
+                n_read[k] = (await model.complete(prompts[k], max_tokens=1)).cache_delta.read
+
+            async with trio.open_nursery() as nursery:
+                for k in range(len(prompts)):
+                    nursery.start_soon(ask, k)
+            await engine.cache.flush()
+            return n_read, engine.cache.counters().loads_no_room
+
+    await answers(1 << 24)
+    n_read, n_lacked = await answers(INDEX_BYTES + 2 * BLOCK_BYTES)
+    assert n_read == [4 * BLOCK + 4] * 4
+    assert n_lacked

@@ -128,6 +128,26 @@ async def test_calls_arrive_as_blocks(streamed):
         assert not [b for b in message.content if b.type == "text"]
 
 
+async def test_the_packages_own_runner_of_tools_goes_on_without_a_thread():
+    """It asks for a conversation that the server keeps, is refused in words it knows, and sends all of it."""
+    asked = []
+
+    @anthropic.beta_async_tool
+    async def get_weather(city: str) -> str:
+        """The weather of a city."""
+        asked.append(city)
+        return "sun"
+
+    async with serving(partial(ScriptedChat, says=CALL)) as scene, scripted(scene) as client:
+        runner = client.beta.messages.tool_runner(
+            model="fake", messages=HELLO, tools=[get_weather], max_tokens=400, max_iterations=3
+        )
+        replies = [reply async for reply in runner]
+        assert len(replies) == 3
+        assert asked[:2] == ["Paris", "Paris"]
+        assert "sun" in scene.backends["fake"].prompts[-1]
+
+
 async def test_an_agent_reads_more_from_the_cache_each_turn():
     """Ten turns with a tool: what is reused grows every time, and nothing is counted twice."""
     async with serving(partial(ScriptedChat, says=CALL)) as scene, scripted(scene) as client:

@@ -59,6 +59,43 @@ async def test_wrong_bodies_are_refused_in_each_shape(path):
         assert (await scene.client.post(path, json=good)).status_code == 200
 
 
+OTHER_TYPES = [
+    (
+        CHAT,
+        ({"max_tokens": "5"}, {"max_tokens": True}, {"max_tokens": 5.5}, {"temperature": "1"}, {"seed": "1"}),
+    ),
+    (CHAT, ({"stream": 1}, {"stream": "true"}, {"logprobs": 1}, {"stop": 5}, {"logit_bias": {"1": "2"}})),
+    ("/v1/completions", ({"prompt": [True]}, {"prompt": [1.5]}, {"prompt": [[1, "2"]]}, {"prompt": {}})),
+    (
+        "/v1/responses",
+        ({"max_output_tokens": "5"}, {"store": 1}, {"text": "x"}, {"include": "x"}, {"input": 5}),
+    ),
+    ("/detokenize", ({"tokens": ["5"]}, {"tokens": [True]}, {"tokens": 5})),
+    (MESSAGES, ({"max_tokens": "5"}, {"stream": 1}, {"thinking": {"type": "enabled", "budget_tokens": "9"}})),
+    (OLLAMA, ({"stream": 1}, {"truncate": "true"}, {"think": "x"}, {"think": 1}, {"keep_alive": True})),
+    (OLLAMA, tuple({"options": {"temperature": wrong}} for wrong in ("1", True, [1]))),
+    ("/v1/embeddings", ({"input": [1, "x"]}, {"input": 5}, {"dimensions": "5"})),
+]
+
+
+@pytest.mark.parametrize(("path", "wrong"), OTHER_TYPES)
+async def test_a_type_is_not_taken_for_another(path, wrong):
+    """ "5" is no number, 1 is not true: 400 that names the field. 5.0 is an integer, as in JSON Schema."""
+    smallest = {"/v1/responses": {"model": "fake", "input": "Hi"}, "/detokenize": {"tokens": [1]}}
+    smallest |= {"/v1/completions": {"model": "fake", "prompt": "Hi"}}
+    smallest |= {"/v1/embeddings": {"model": "fake", "input": "Hi"}}
+    good = {**BODIES, **smallest}[path]
+    async with serving() as scene:
+        for each in wrong:
+            reply = await scene.client.post(path, json=good | each)
+            assert reply.status_code == 400, (each, reply.text)
+            assert next(iter(each)) in reply.text, reply.text
+        assert scene.loads == []
+        if path == CHAT:
+            taken = {"max_tokens": 5.0, "temperature": 1, "top_p": 1.0, "seed": 3.0, "logit_bias": {"1": 2}}
+            assert (await scene.client.post(path, json=good | taken)).status_code == 200
+
+
 def _schema(path, schema):
     """The body's words for an answer that satisfies a schema."""
     if path == OLLAMA:

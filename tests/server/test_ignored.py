@@ -158,6 +158,28 @@ async def test_what_is_honoured_is_not_named():
             )
 
 
+NULLS = [
+    (CHAT, ("temperature", "top_p", "top_k", "stream", "n", "stop", "max_tokens", "stream_options")),
+    ("/v1/completions", ("temperature", "top_p", "stream", "logprobs", "echo", "suffix", "best_of")),
+    (RESPONSES, ("temperature", "top_p", "stream", "instructions", "text", "tools", "store")),
+    ("/api/chat", ("stream", "options", "format", "keep_alive", "think", "truncate", "tools")),
+    ("/api/generate", ("system", "template", "context", "raw", "images", "suffix", "truncate")),
+]
+
+
+@pytest.mark.parametrize(("path", "names"), NULLS)
+async def test_null_is_as_if_it_were_not_there(path, names):
+    """Packages send it for what their caller left open; only what has to be there is missed."""
+    async with serving() as scene:
+        body = {k: v for k, v in BODIES.get(path, {"model": "fake", "prompt": "Hi"}).items() if k != "stream"}
+        usual = await scene.client.post(path, json=body)
+        reply = await scene.client.post(path, json={**body, **dict.fromkeys(names)})
+        assert (reply.status_code, reply.headers["content-type"]) == (200, usual.headers["content-type"])
+        assert (await scene.client.post(path, json={**body, "model": None})).status_code == 400
+        unknown = (await scene.client.post(path, json={**body, "bogus": None})).status_code
+        assert unknown == (200 if path.startswith("/api/") else 400)
+
+
 async def test_truncation_decides_whether_a_history_is_cut():
     """Disabled: refused, though the settings would cut; auto: cut, though they would not."""
 

@@ -17,6 +17,17 @@ from server.conftest import ENVIRONMENT, start_server, stop_server
 MESSAGES = "/v1/messages"
 SYSTEM = "You are an assistant for people who repair bicycles and like short answers. " * 12
 
+NEVER_ENDS = {"0": -100, "2": -100}  # SmolLM2's tokens that end an answer
+ENDLESS = {"model": "smol", "prompt": "Once", "max_tokens": 1900, "logit_bias": NEVER_ENDS}
+
+
+def start_draining_server(model_path, tmp_path, *, drain_s):
+    """A server without a cache that gives answers so long to end."""
+    config = tmp_path / "erllama.toml"
+    config.write_text(f"[limits]\ndrain_s = {drain_s}\n")
+    model = ("-m", f"smol={model_path}", "--n-ctx", "2048")
+    return start_server("--no-cache", "--config", str(config), *model)
+
 
 def ask(url, messages):
     body = {"model": "smol", "max_tokens": 12, "temperature": 0, "system": SYSTEM, "messages": messages}
@@ -54,10 +65,7 @@ def test_a_conversation_is_warm_after_a_restart(smollm2_path, tmp_path):
 @pytest.mark.slow
 def test_the_first_signal_lets_answers_end(smollm2_path, tmp_path):
     """SIGTERM in the middle of a stream: it ends well, new requests are refused, the status is 0."""
-    config = tmp_path / "erllama.toml"
-    config.write_text("[limits]\ndrain_s = 60\n")
-    arguments = ("--config", str(config), "-m", f"smol={smollm2_path}", "--n-ctx", "2048")
-    process, url = start_server("--no-cache", *arguments)
+    process, url = start_draining_server(smollm2_path, tmp_path, drain_s=60)
     pieces, statuses = [], []
     body = {"model": "smol", "prompt": "Once upon a time", "max_tokens": 200, "stream": True}
     try:
@@ -160,12 +168,10 @@ def test_a_port_that_is_taken_is_told():
 def test_a_second_signal_ends_at_once(smollm2_path):
     """Who asks twice does not wait for answers."""
     process, url = start_server("-m", f"smol={smollm2_path}", "--no-cache", "--n-ctx", "2048")
-    never_ends = {"0": -100, "2": -100}  # its tokens that end an answer
-    body = {"model": "smol", "prompt": "Once", "max_tokens": 1900, "logit_bias": never_ends}
 
     def hang() -> None:
         try:
-            ended.append(httpx.post(url + "/v1/completions", json=body, timeout=60).status_code)
+            ended.append(httpx.post(url + "/v1/completions", json=ENDLESS, timeout=60).status_code)
         except httpx.HTTPError as why:
             ended.append(why)
 
@@ -194,12 +200,8 @@ def test_a_second_signal_ends_at_once(smollm2_path):
 @pytest.mark.slow
 def test_who_is_cut_off_by_the_end_is_told(smollm2_path, tmp_path):
     """An answer that takes longer than `drain_s`: its stream ends with an error, the status is 0."""
-    config = tmp_path / "erllama.toml"
-    config.write_text("[limits]\ndrain_s = 0.2\n")
-    arguments = ("--config", str(config), "-m", f"smol={smollm2_path}", "--n-ctx", "2048")
-    process, url = start_server("--no-cache", *arguments)
-    never_ends = {"0": -100, "2": -100}  # its tokens that end an answer
-    body = {"model": "smol", "prompt": "Once", "max_tokens": 1900, "logit_bias": never_ends, "stream": True}
+    process, url = start_draining_server(smollm2_path, tmp_path, drain_s=0.2)
+    body = ENDLESS | {"stream": True}
     try:
         lines = []
         with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as stream:

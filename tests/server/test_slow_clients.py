@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
@@ -14,7 +15,8 @@ import trio
 from runtime.chat_scenes import ScriptedChat
 
 import erllama
-from server.scenes import chat_body, serving, until
+from erllama.server.app import make_app
+from server.scenes import asgi_scope, chat_body, receiver, serving, until
 from server.test_connection import CHAT
 
 if TYPE_CHECKING:
@@ -162,3 +164,18 @@ async def test_what_slow_clients_do_not_read_is_not_generated() -> None:
             client.close()
         for name in NAMES:
             await scene.wait_idle(name)
+
+
+async def test_nothing_comes_behind_the_last_bytes() -> None:
+    """A ping that had to wait while they were taken slowly is not sent."""
+    async with serving(partial(ScriptedChat, says="Hi"), limits={"ping_s": 0.05}) as scene:
+        sent: list[dict[str, Any]] = []
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+            if message.get("more_body") is False:
+                await trio.sleep(0.3)
+
+        body = json.dumps(chat_body(stream=True)).encode()
+        await make_app(scene.service)(asgi_scope(CHAT), receiver(body), send)
+        assert sent[-1]["body"].endswith(b"data: [DONE]\n\n")
