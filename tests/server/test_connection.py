@@ -11,7 +11,6 @@ import trio
 from hypercorn.events import RawData
 from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
-from hypercorn.typing import ConnectionState
 from runtime.chat_scenes import ScriptedChat
 
 from erllama.server.listener import Connection
@@ -128,7 +127,7 @@ async def test_what_a_full_socket_does_not_take_comes_later() -> None:
     """Every byte, in order, while the other side reads slowly."""
     ours, theirs = (trio.SocketStream(s) for s in trio.socket.socketpair())
     config = listener_config(make_settings({}))
-    connection = Connection(None, config, WorkerContext(None), ConnectionState({}), ours)
+    connection = Connection(None, config, WorkerContext(None), ours)
     sent = [bytes([i]) * 300_000 for i in range(8)]
     received = b""
 
