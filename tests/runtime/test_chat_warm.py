@@ -158,7 +158,7 @@ THINKS = """{% for m in messages %}<|im_start|>{{ m.role }}
 
 @pytest.mark.parametrize("kind", ["dense", "window", "recurrent", "hybrid"])
 async def test_thinking_that_the_history_lacks_costs_its_turn_only(tiny_gguf, kind):
-    """FAULTS: only the last answer is computed again, and on memory that can be cut nowhere some of its block."""
+    """FAULTS: only the last answer is computed again, elsewhere than on dense memory some of its block."""
     policy = erllama.SavePolicy(min_tokens=16, cold_min_tokens=16, block_tokens=64)
     slack = 8 if kind == "dense" else 64 + 8  # what is kept at the prompt's end ends behind <think>
     async with erllama.open_engine() as engine:
