@@ -10,9 +10,7 @@ given out; and arguments are what the model wrote for them.
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import secrets
 import string
 import time
@@ -23,6 +21,8 @@ from erllama import llama
 from erllama.errors import InvalidContent
 from erllama.llama.chat import WORD
 from erllama.types import ChatMessage, ToolCall
+
+from .arguments import as_written, decoded, is_begun, is_object
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -163,7 +163,7 @@ class Answer:
         if n_read == len(calls):  # what made an answer unreadable behind them may be one more call
             is_behind = bool(calls) and (not is_read or most is not parsed)
             return (most, n_read) if is_behind and not self._params.are_calls_held else None
-        is_shown = not self._params.are_calls_held or _is_object(calls[n_read]["arguments"])
+        is_shown = not self._params.are_calls_held or is_object(calls[n_read]["arguments"])
         return (most, n_read) if is_shown else None
 
     def _is_call_lost(self, parsed: dict[str, Any]) -> bool:
@@ -252,7 +252,9 @@ class Answer:
         self._parsed_at = len(text)
         started = time.perf_counter()
         try:
-            parsed = _as_written(self._parser.parse(text, partial=partial), self._params)
+            parsed = as_written(
+                self._parser.parse(text, partial=partial), are_calls_held=self._params.are_calls_held
+            )
         except InvalidContent as why:
             log.debug("%s", why)
             return None
@@ -287,7 +289,7 @@ class Answer:
             # A name may still grow while nothing follows it.
             if call["name"] not in self._params.tool_names or not (call["arguments"] or is_over):
                 return []
-            if not self._params.are_calls_held and not _is_begun(call["arguments"]):
+            if not self._params.are_calls_held and not is_begun(call["arguments"]):
                 return []
             state.is_announced, state.name = True, call["name"]
             return [CallDelta(index, state.id, state.name, ""), *self._argument_deltas(index, call)]
@@ -324,7 +326,7 @@ def read_answer(params: ChatParams, text: str, *, partial: bool) -> ChatMessage:
     """A whole answer, or with `partial` its beginning, as a message. Raises: `InvalidContent`."""
     with llama.ChatParser(params.applied.parser) as parser:
         try:
-            parsed = _as_written(parser.parse(text, partial=partial), params)
+            parsed = as_written(parser.parse(text, partial=partial), are_calls_held=params.are_calls_held)
         except InvalidContent:
             if not partial:
                 raise
@@ -349,56 +351,6 @@ def _read_call(call: Mapping[str, str], *, partial: bool) -> ToolCall:
 def new_call_id() -> str:
     """An id for a call whose model writes none."""
     return "".join(secrets.choice(ID_LETTERS) for _ in range(ID_LENGTH))
-
-
-def decoded(arguments: str) -> dict[str, Any] | None:
-    """A call's arguments, or None if they are no JSON object, or have a number that is none (1e999)."""
-    try:
-        value = json.loads(arguments, parse_float=_finite, parse_constant=_finite)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _finite(number: str) -> float:
-    value = float(number)
-    if not math.isfinite(value):
-        raise ValueError(f"{number} is beyond what a float holds")
-    return value
-
-
-def _is_object(arguments: str) -> bool:
-    """Whether they are a JSON object, be its numbers what they may."""
-    try:
-        return isinstance(json.loads(arguments), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _is_begun(arguments: str) -> bool:
-    """Whether there is more of them than the brace that the parser begins every call with."""
-    return arguments.startswith("{") and arguments != "{"
-
-
-def _as_written(parsed: dict[str, Any], params: ChatParams) -> dict[str, Any]:
-    """Where no grammar held calls, their arguments as they were written: the parser makes {} of no object."""
-    if params.are_calls_held:
-        return parsed
-    calls = [
-        call if not (written := call["written"].strip()) or written.startswith("{")
-        else {**call, "arguments": _unquoted(written)}
-        for call in parsed["tool_calls"]
-    ]  # fmt: skip
-    return {**parsed, "tool_calls": calls}
-
-
-def _unquoted(written: str) -> str:
-    """The object that a string holds, as OpenAI's own format has it; else what was written."""
-    try:
-        value = json.loads(written)
-    except (ValueError, RecursionError):
-        return written
-    return value.strip() if isinstance(value, str) and decoded(value) is not None else written
 
 
 def _more(sent: str, now: str) -> str:

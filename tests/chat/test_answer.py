@@ -12,10 +12,10 @@ from erllama.chat.answer import (
     CallDelta,
     ContentDelta,
     ReasoningDelta,
-    decoded,
     new_call_id,
     read_answer,
 )
+from erllama.chat.arguments import decoded
 from erllama.chat.messages import check_messages
 from erllama.chat.prompt import ChatParams
 from erllama.errors import InvalidContent
