@@ -315,12 +315,8 @@ class PartMover:
             self._context.state_get(SCRATCH, state, partial=True)
         finally:
             self._memory.rm(SCRATCH)
-        if self._context.state_set(dst, state, partial=True) == len(state):
-            return
-        if self._state_has_cells:
-            raise EngineError(f"the state of {len(state)} bytes behind token {end} could not be copied")
-        # The ring has no room for another window: the cells of `src` serve both, until one of them ends.
-        self._memory.cp(src, dst, max(0, end - self._window), end)
+        if self._context.state_set(dst, state, partial=True) != len(state):
+            raise EngineError(f"the window of {len(state)} bytes behind token {end} could not be copied")
 
     def can_cut(self, seq_id: int, n: int) -> bool:
         """`Memory.can_cut`, and what its window is left with is real; to what it holds it always can be."""

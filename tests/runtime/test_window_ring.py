@@ -20,8 +20,6 @@ pytestmark = [pytest.mark.model]
 
 POLICY = SavePolicy(min_tokens=16, cold_min_tokens=16, block_tokens=64)
 GREEDY = {"max_tokens": 2, "temperature": 0.0}
-LIKELY = {"max_tokens": 12, "temperature": 0.0, "logprobs": 1}
-N_HEAD, N_TOGETHER = 200, 16
 
 
 def prompt(n: int, seed: int = 0) -> list[int]:
@@ -44,39 +42,6 @@ async def test_a_shared_head_does_not_fill_the_ring(tiny_gguf: Callable[[str], P
         statistics = model.statistics()
         assert (statistics.n_refused_steps, statistics.n_preempted) == (0, 0)
         assert statistics.n_prefill_tokens < 1500 + 4 * 50 + 2 * 256
-
-
-def off_by(answer: erllama.Completion, other: erllama.Completion) -> float:
-    """The largest difference of the first tokens' log-probabilities."""
-    assert answer.generated[:2] == other.generated[:2]
-    return max(
-        abs(a.logprob - b.logprob) for a, b in zip(answer.logprobs[:2], other.logprobs[:2], strict=True)
-    )
-
-
-async def test_a_shared_head_whose_windows_do_not_fit(tiny_gguf: Callable[[str], Path]) -> None:
-    """More windows than the ring of a small context takes: its cells serve several, and nobody is refused.
-
-    Rows computed beside others differ in their last bits: what is compared is how likely the tokens were.
-    """
-    context = ContextOptions(n_ctx=512, n_batch=128, n_seq_max=N_TOGETHER, n_threads=1)
-    async with erllama.open_engine() as engine:
-        model = await engine.load_model(tiny_gguf("window"), context=context, policy=POLICY)
-        prompts = [[*prompt(N_HEAD), 20 + i, 21 + i] for i in range(N_TOGETHER)]
-        alone = [await model.complete(p, cache="off", **LIKELY) for p in prompts]
-        shared, n_before = {}, model.statistics().n_prefill_tokens
-
-        async def ask(i: int) -> None:
-            shared[i] = await model.complete(prompts[i], **LIKELY)
-
-        async with trio.open_nursery() as nursery:
-            for i in range(N_TOGETHER):
-                nursery.start_soon(ask, i)
-        for i in range(N_TOGETHER):
-            assert off_by(shared[i], alone[i]) < 0.05
-        assert model.statistics().n_prefill_tokens - n_before < 4 * N_HEAD  # some had to make room
-        again = await model.complete(prompts[0], **LIKELY)
-        assert off_by(again, alone[0]) < 0.05
 
 
 async def test_no_room_in_the_ring_is_not_blamed_on_what_is_stored(tiny_gguf: Callable[[str], Path]) -> None:
