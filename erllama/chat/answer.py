@@ -158,11 +158,31 @@ class Answer:
         most = parsed if len(parsed["tool_calls"]) >= len(self._called["tool_calls"]) else self._called
         calls = most["tool_calls"]
         n_read = next((i for i, call in enumerate(calls) if self._call(i, call) is None), len(calls))
+        if is_read and most is parsed and n_read == len(calls) and self._is_call_lost(parsed):
+            return most, n_read
         if n_read == len(calls):  # what made an answer unreadable behind them may be one more call
             is_behind = bool(calls) and (not is_read or most is not parsed)
             return (most, n_read) if is_behind and not self._params.are_calls_held else None
         is_shown = not self._params.are_calls_held or _is_object(calls[n_read]["arguments"])
         return (most, n_read) if is_shown else None
+
+    def _is_call_lost(self, parsed: dict[str, Any]) -> bool:
+        """Whether one begins behind what was read: the parser passes over a call that it sees no name of."""
+        if self._params.are_calls_held or not self._params.tool_names:
+            return False  # a grammar lets no answer end there
+        calls, content = parsed["tool_calls"], parsed["content"]
+        marks = self._marks()
+        if not marks:
+            return not (calls or content or parsed["reasoning_content"]) and bool(self._text.strip())
+        text = self._text[self._end_of(calls) :] if calls else self._text
+        if parsed["reasoning_content"] and not calls:
+            text = self._parted(text)[1]
+        return any(mark in text and mark not in content for mark in marks)
+
+    def _marks(self) -> list[str]:
+        """What calls of this template begin with."""
+        marks = [text.strip() for kind, text in self._params.applied.triggers if kind == WORD]
+        return [mark for mark in marks if mark]
 
     def _raw_from(self, most: dict[str, Any], n_calls: int) -> dict[str, Any]:
         """The first calls, and as text whatever is behind them."""
@@ -170,8 +190,7 @@ class Answer:
             return self._as_content(most)
         calls = most["tool_calls"][:n_calls]
         at = self._end_of(calls)
-        marks = [text.strip() for kind, text in self._params.applied.triggers if kind == WORD]
-        found = [place for mark in marks if mark and (place := self._text.find(mark, at)) >= 0]
+        found = [place for mark in self._marks() if (place := self._text.find(mark, at)) >= 0]
         if not found and n_calls == len(most["tool_calls"]):
             return self._with_announced()
         content = self._content + _more(self._content, most["content"])
