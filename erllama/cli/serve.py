@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -136,6 +137,13 @@ async def _serve(
         (address,) = await nursery.start(run)
         print(f"erllama serves on {address}", flush=True)
         print(f"models: {', '.join(spec.name for spec in models.specs())}", flush=True)
+        _settle()
+
+
+def _settle() -> None:
+    """What is there now stays: a full collection that looked at it would hold up every stream meanwhile."""
+    gc.collect()
+    gc.freeze()
 
 
 async def _wait_for_signal(asked_to_end: trio.Event, *, task_status: trio.TaskStatus[None]) -> None:

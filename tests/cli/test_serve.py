@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from erllama.cli import serve
@@ -128,3 +130,14 @@ def test_a_template_is_of_models_given_with_it(settings, tmp_path):
         settings(FILE, *template)
     with pytest.raises(InvalidConfig, match="no file"):
         settings("", "--chat-template", "DIR/none")
+
+
+def test_what_is_there_at_the_start_is_not_collected_again():
+    """A full collection that looks at all of it holds up every stream meanwhile."""
+    before = gc.get_freeze_count()
+    serve._settle()
+    try:
+        assert gc.get_freeze_count() > before
+        assert len(gc.get_objects(generation=2)) < gc.get_freeze_count() / 10
+    finally:
+        gc.unfreeze()
