@@ -34,7 +34,7 @@ NO_EFFECT = (
 def responses_ask(
     body: ResponsesBody, limits: LimitsTable, threads: Threads, session_id: str | None, salt: bytes
 ) -> Ask:
-    """Raises: `InvalidOption`, `InvalidContent` for what cannot be honoured."""
+    """Raises: `InvalidOption`, `InvalidContent` for what cannot be honoured, or goes on from what is gone."""
     if body.background:
         raise refuse("background", "responses are computed while their client waits")
     check_count("input", body.input if isinstance(body.input, list) else None, limits.max_messages)
