@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from erllama import Completion, Event, Model
     from erllama.engine.request import EventStream
     from erllama.middleware import Middleware
+    from erllama.types import Stats
 
     from .metrics import Metrics, Op
     from .pool import Lease, Loading, Pool
@@ -96,6 +97,7 @@ class Answer:
         self.n_cut = n_cut
         self._one_call = one_call
         self.completion: Completion | None = None
+        self.stats: Stats | None = None  # once its block is left, however that was
         self.signature = b""  # of the last thinking block
         self.n_reasoning = 0  # tokens whose text was thinking
         self._n_textless = 0  # tokens whose text has not been seen yet
@@ -123,6 +125,11 @@ class Answer:
         while self.completion is None:  # it is over, and all of its events are there
             self._ahead += await self._more()
         return self.completion.stats.n_prompt, self.completion.stats.n_cached
+
+    def count(self) -> Stats:
+        """The block is being left: what was computed, also for an answer that does not end."""
+        self.stats = self._events.so_far() if self.completion is None else self.completion.stats
+        return self.stats
 
     @property
     def is_over(self) -> bool:
@@ -277,7 +284,7 @@ class Generator:
             try:
                 yield answer
             finally:
-                self._metrics.ended(spec.name, answer.completion)
+                self._metrics.ended(spec.name, answer.count(), answer.completion)
                 if answer.completion is None and answer.session_id is not None:
                     with trio.move_on_after(END_SESSION_S, shield=True):
                         await lease.model.end_session(answer.session_id, salt=ask.salt)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from erllama import Completion
     from erllama.middleware import Call, Next
     from erllama.runtime.cache import Cache
+    from erllama.types import Stats
 
     from .pool import Pool
     from .record import Record
@@ -48,7 +49,7 @@ class Metrics:
             "erllama_cache_hits", "Requests by how they were admitted", ("model", "kind"), registry=registry
         )
         self._cancelled = Counter(
-            "erllama_cancelled", "Answers whose client left", of_model, registry=registry
+            "erllama_cancelled", "Answers whose client left, or that failed", of_model, registry=registry
         )
         self._prefill = self._histogram("erllama_prefill_duration_seconds", "Computing the prompt")
         self._first = self._histogram("erllama_first_token_seconds", "Submission to the first token")
@@ -117,19 +118,18 @@ class Metrics:
         """An answer is being generated."""
         self._streams.labels(model).inc()
 
-    def ended(self, model: str, completion: Completion | None) -> None:
-        """It is over; without a completion its client left, or it failed."""
+    def ended(self, model: str, stats: Stats, completion: Completion | None) -> None:
+        """It is over; without a completion its client left, or it failed: what was computed still counts."""
         self._streams.labels(model).dec()
-        if completion is None:
-            self._cancelled.labels(model).inc()
-            return
-        stats = completion.stats
         for kind, n in (
             ("prompt", stats.n_prompt),
             ("cached", stats.n_cached),
             ("generated", stats.n_generated),
         ):
             self._tokens.labels(model, kind).inc(n)
+        if completion is None:
+            self._cancelled.labels(model).inc()
+            return
         self._hits.labels(model, completion.cache_hit_kind).inc()
         self._prefill.labels(model).observe(stats.prefill_s)
         self._first.labels(model).observe(stats.first_token_s)

@@ -96,6 +96,9 @@ class Recorder:
             elif not is_complete:
                 raise  # the reply has begun; the server closes the connection
             # else a handler of the application has answered, and raised it again
+        except trio.Cancelled:
+            record.error = record.error or ShuttingDown.reason  # the server does not wait for it
+            raise
         finally:
             self._write(record, scope)
 
@@ -103,7 +106,7 @@ class Recorder:
         seconds = time.monotonic() - record.started
         route = getattr(scope.get("route"), "path", "other")
         self._metrics.served(record, route, seconds)
-        stats = None if record.completion is None else record.completion.stats
+        stats = record.answer and record.answer.stats
         access.info(
             "%s %s %s %d %.3fs model=%s prompt=%s cached=%s generated=%s error=%s",
             record.request_id,

@@ -180,12 +180,12 @@ class AnswerReply(Response):
     async def _whole(self, wire: _Wire, scope: Scope, nursery: trio.Nursery) -> None:
         record = record_of(scope)
         async with self._generator.answer(self._ask) as answer:
+            record.answer = answer
             nursery.start_soon(answer.watch)
             while not answer.is_over:
                 await answer.batch()
         completion = answer.completion
         assert completion is not None, "an answer ends with its completion or an error"
-        record.completion = completion
         record.note([f"x-erllama-cache: {cache_note(completion)}", *_cuts(answer)])
         body = json_bytes(self._translation.whole(answer, completion))
         await self._send_json(wire, scope, 200, body)
@@ -207,6 +207,7 @@ class AnswerReply(Response):
             nursery.start_soon(self._tell_of_load, wire, scope, loading)
 
         async with self._generator.answer(self._ask, on_loading=on_loading) as answer:
+            record.answer = answer
             cuts = _cuts(answer)
             record.note(cuts)
             nursery.start_soon(answer.watch)
@@ -223,7 +224,6 @@ class AnswerReply(Response):
                 await _write(wire, b"".join(frames))
         completion = answer.completion
         assert completion is not None, "an answer ends with its completion or an error"
-        record.completion = completion
         note = translation.remark(f"x-erllama-cache: {cache_note(completion)}")
         await wire.write(note + translation.end(answer, completion), more=False)
 
