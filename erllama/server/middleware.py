@@ -96,8 +96,8 @@ class Recorder:
             elif not is_complete:
                 raise  # the reply has begun; the server closes the connection
             # else a handler of the application has answered, and raised it again
-        except trio.Cancelled:
-            record.error = record.error or ShuttingDown.reason  # the server does not wait for it
+        except BaseException:  # cancelled, perhaps in a group: the server ends and does not wait for it
+            record.error = record.error or ShuttingDown.reason
             raise
         finally:
             self._write(record, scope)
