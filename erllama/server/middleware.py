@@ -230,7 +230,7 @@ class Gate:
 
     def _refusal(self, scope: Scope, headers: Headers) -> ErllamaError | None:
         if not is_meant(headers.get("host"), self._listen):
-            error = RequestError("this server answers to the names of this machine only (listen.hosts)")
+            error = RequestError("this server does not answer to the name in Host: listen.hosts has those it does")
             error.http_status = 403
             return error
         if scope["path"] in OPEN_PATHS:
