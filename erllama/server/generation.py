@@ -214,7 +214,10 @@ class Answer:
     def overdue(self) -> EngineUnresponsive:
         """The limit that was reached."""
         return EngineUnresponsive(
-            f"the limit limits.{self._limit} was reached", detail={"limit": self._limit}
+            f"the limit limits.{self._limit} was reached",
+            # The answer took long, which says nothing of the engine.
+            reason="timeout" if self._limit == "total_s" else None,
+            detail={"limit": self._limit},
         )
 
 

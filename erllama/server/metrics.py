@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from erllama.types import Stats
 
     from .pool import Pool
-    from .record import Record
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Op = Literal["infer", "continue"]  # the latter: its session holds a sequence that it goes on from
@@ -89,10 +88,10 @@ class Metrics:
 
     # --- what happened ---
 
-    def served(self, record: Record, path: str, seconds: float) -> None:
+    def served(self, surface: str, path: str, status: int, seconds: float) -> None:
         """A request is over. `path`: the route's, so that labels stay few."""
-        self._requests.labels(record.surface, path, str(record.status)).inc()
-        self._duration.labels(record.surface, path).observe(seconds)
+        self._requests.labels(surface, path, str(status)).inc()
+        self._duration.labels(surface, path).observe(seconds)
 
     async def watch_chat(self, call: Call, following: Next) -> Any:
         """Middleware of chats: how long they are rendered and read. Raises and cancels as they do."""

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 access = logging.getLogger("erllama.access")
 log = logging.getLogger("erllama.server")
 
-OPEN_PATHS = ("/", "/health", "/health/ready", "/metrics", "/docs", "/openapi.json", "/api/version")
+OWN_PATHS = ("/health", "/health/ready", "/metrics", "/docs", "/openapi.json")  # of no dialect
+OPEN_PATHS = ("/", *OWN_PATHS, "/api/version")
 SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _numbers = itertools.count(1)
 
@@ -105,7 +106,8 @@ class Recorder:
     def _write(self, record: Record, scope: Scope) -> None:
         seconds = time.monotonic() - record.started
         route = getattr(scope.get("route"), "path", "other")
-        self._metrics.served(record, route, seconds)
+        surface = "erllama" if route in OWN_PATHS else record.surface
+        self._metrics.served(surface, route, record.status, seconds)
         stats = record.answer and record.answer.stats
         access.info(
             "%s %s %s %d %.3fs model=%s prompt=%s cached=%s generated=%s error=%s",
@@ -230,7 +232,9 @@ class Gate:
 
     def _refusal(self, scope: Scope, headers: Headers) -> ErllamaError | None:
         if not is_meant(headers.get("host"), self._listen):
-            error = RequestError("this server does not answer to the name in Host: listen.hosts has those it does")
+            error = RequestError(
+                "this server does not answer to the name in Host: listen.hosts has those it does"
+            )
             error.http_status = 403
             return error
         if scope["path"] in OPEN_PATHS:

@@ -134,8 +134,16 @@ def test_a_template_is_of_models_given_with_it(settings, tmp_path):
     ("host", "keys", "told"),
     [
         ("127.0.0.1", (), None),
-        ("127.0.0.1", ("openai",), "every program on this machine, for they have no keys in [auth]: anthropic, ollama"),
-        ("0.0.0.0", (), "everybody who reaches this port, for they have no keys in [auth]: openai, anthropic, ollama"),
+        (
+            "127.0.0.1",
+            ("openai",),
+            "every program on this machine, for they have no keys in [auth]: anthropic, ollama",
+        ),
+        (
+            "0.0.0.0",
+            (),
+            "everybody who reaches this port, for they have no keys in [auth]: openai, anthropic, ollama",
+        ),
         ("0.0.0.0", ("anthropic",), "openai, ollama"),
         ("::", ("anthropic", "openai"), "everybody"),
         ("0.0.0.0", ("anthropic", "openai", "ollama"), None),

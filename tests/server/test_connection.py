@@ -132,7 +132,7 @@ async def test_what_was_computed_for_nobody_counts(stream: bool, caplog: pytest.
                     nursery.cancel_scope.cancel()
             await until(lambda: any(CHAT in record.getMessage() for record in caplog.records))
             told = dict(part.split("=") for part in caplog.records[-1].getMessage().split() if "=" in part)
-            assert told["error"] == ("engine_unresponsive" if limits else "client_left")
+            assert told["error"] == ("timeout" if limits else "client_left")
             assert int(told["prompt"]) > 10
             assert (int(told["generated"]) > 3, told["cached"]) == (True, "0")
             text = (await scene.client.get("/metrics")).text
@@ -147,7 +147,9 @@ def n_generated(scene: Scene) -> int:
     return sum(request.n_generated for model in models for request in model.requests())
 
 
-async def test_the_log_tells_what_a_server_that_ends_at_once_cut_off(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_log_tells_what_a_server_that_ends_at_once_cut_off(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """As a second Ctrl-C does: everything is cancelled."""
     slow = partial(ScriptedChat, says="word " * 400, threaded=True, step_delay_s=0.01)
     caplog.set_level("INFO", "erllama.access")
