@@ -70,7 +70,7 @@ async def measure_edit(settings: Settings, found: Found) -> None:
             peer = await stack.enter_async_context(open_peer(settings, n_ctx=n_ctx))
             theirs = await _edited(peer, turns, after)
         stored = await _edited_from_ram(own, turns, same)
-        slack = 1 if own.model.info().memory_kind == "dense" else 256
+        slack = 1 if own.memory_kind == "dense" else 256
     bar = Bar("<=", len(after) - same + slack, "value")
     await found.add(*_counts("computed after the edit", ours, theirs, bar))
     # Stored KV is cut at any token of a block, live KV too: the same bar.

@@ -54,7 +54,7 @@ async def measure_rss(settings: Settings, found: Found) -> None:
 async def measure_resume_points(settings: Settings, found: Found) -> None:
     """One more place to go on from: a branch of a stored chat, or the end of a prompt."""
     async with open_own(settings, n_ctx=512) as own:
-        kind = own.model.info().memory_kind
+        kind = own.memory_kind
     if kind == "window":
         note = "A recurrent state: with --model and a hybrid or recurrent GGUF."
         await found.add(await _window_parts(settings), notes=(note,))

@@ -86,10 +86,24 @@ class Own:
         return self.model.statistics()
 
     @property
+    def memory_kind(self) -> str:
+        """Which memory the model has: "dense", "window", …"""
+        return self.model.info().memory_kind
+
+    @property
     def kv_bytes_per_token(self) -> float:
-        """What a token of KV takes in the model's own memory."""
-        details = self.model.info().details
-        return float(details["memory"].kv_bytes / self.model.handle.facts.n_cells)
+        """What a token of KV takes in all layers: in the model's own memory, where that is dense.
+
+        With a window that memory forgets: there it is what the store holds of a token, once it holds one.
+        """
+        if self.memory_kind != "window":
+            details = self.model.info().details
+            return float(details["memory"].kv_bytes / self.model.handle.facts.n_cells)
+        per_token: dict[str, float] = {}
+        for node in self.engine.cache.dump():
+            for kind, part in node["parts"].items():
+                per_token[kind] = max(per_token.get(kind, 0.0), part["bytes"] / node["n_tokens"])
+        return sum(per_token.values())
 
 
 @asynccontextmanager

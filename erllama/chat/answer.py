@@ -10,9 +10,7 @@ given out; and arguments are what the model wrote for them.
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import secrets
 import string
 import time
@@ -23,6 +21,8 @@ from erllama import llama
 from erllama.errors import InvalidContent
 from erllama.llama.chat import WORD
 from erllama.types import ChatMessage, ToolCall
+
+from .arguments import as_written, decoded, is_begun, is_object
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -158,11 +158,31 @@ class Answer:
         most = parsed if len(parsed["tool_calls"]) >= len(self._called["tool_calls"]) else self._called
         calls = most["tool_calls"]
         n_read = next((i for i, call in enumerate(calls) if self._call(i, call) is None), len(calls))
+        if is_read and most is parsed and n_read == len(calls) and self._is_call_lost(parsed):
+            return most, n_read
         if n_read == len(calls):  # what made an answer unreadable behind them may be one more call
             is_behind = bool(calls) and (not is_read or most is not parsed)
             return (most, n_read) if is_behind and not self._params.are_calls_held else None
-        is_shown = not self._params.are_calls_held or _is_object(calls[n_read]["arguments"])
+        is_shown = not self._params.are_calls_held or is_object(calls[n_read]["arguments"])
         return (most, n_read) if is_shown else None
+
+    def _is_call_lost(self, parsed: dict[str, Any]) -> bool:
+        """Whether one begins behind what was read: the parser passes over a call that it sees no name of."""
+        if self._params.are_calls_held or not self._params.tool_names:
+            return False  # a grammar lets no answer end there
+        calls, content = parsed["tool_calls"], parsed["content"]
+        marks = self._marks()
+        if not marks:
+            return not (calls or content or parsed["reasoning_content"]) and bool(self._text.strip())
+        text = self._text[self._end_of(calls) :] if calls else self._text
+        if parsed["reasoning_content"] and not calls:
+            text = self._parted(text)[1]
+        return any(mark in text and mark not in content for mark in marks)
+
+    def _marks(self) -> list[str]:
+        """What calls of this template begin with."""
+        marks = [text.strip() for kind, text in self._params.applied.triggers if kind == WORD]
+        return [mark for mark in marks if mark]
 
     def _raw_from(self, most: dict[str, Any], n_calls: int) -> dict[str, Any]:
         """The first calls, and as text whatever is behind them."""
@@ -170,8 +190,7 @@ class Answer:
             return self._as_content(most)
         calls = most["tool_calls"][:n_calls]
         at = self._end_of(calls)
-        marks = [text.strip() for kind, text in self._params.applied.triggers if kind == WORD]
-        found = [place for mark in marks if mark and (place := self._text.find(mark, at)) >= 0]
+        found = [place for mark in self._marks() if (place := self._text.find(mark, at)) >= 0]
         if not found and n_calls == len(most["tool_calls"]):
             return self._with_announced()
         content = self._content + _more(self._content, most["content"])
@@ -233,7 +252,9 @@ class Answer:
         self._parsed_at = len(text)
         started = time.perf_counter()
         try:
-            parsed = _as_written(self._parser.parse(text, partial=partial), self._params)
+            parsed = as_written(
+                self._parser.parse(text, partial=partial), are_calls_held=self._params.are_calls_held
+            )
         except InvalidContent as why:
             log.debug("%s", why)
             return None
@@ -268,7 +289,7 @@ class Answer:
             # A name may still grow while nothing follows it.
             if call["name"] not in self._params.tool_names or not (call["arguments"] or is_over):
                 return []
-            if not self._params.are_calls_held and not _is_begun(call["arguments"]):
+            if not self._params.are_calls_held and not is_begun(call["arguments"]):
                 return []
             state.is_announced, state.name = True, call["name"]
             return [CallDelta(index, state.id, state.name, ""), *self._argument_deltas(index, call)]
@@ -305,7 +326,7 @@ def read_answer(params: ChatParams, text: str, *, partial: bool) -> ChatMessage:
     """A whole answer, or with `partial` its beginning, as a message. Raises: `InvalidContent`."""
     with llama.ChatParser(params.applied.parser) as parser:
         try:
-            parsed = _as_written(parser.parse(text, partial=partial), params)
+            parsed = as_written(parser.parse(text, partial=partial), are_calls_held=params.are_calls_held)
         except InvalidContent:
             if not partial:
                 raise
@@ -330,56 +351,6 @@ def _read_call(call: Mapping[str, str], *, partial: bool) -> ToolCall:
 def new_call_id() -> str:
     """An id for a call whose model writes none."""
     return "".join(secrets.choice(ID_LETTERS) for _ in range(ID_LENGTH))
-
-
-def decoded(arguments: str) -> dict[str, Any] | None:
-    """A call's arguments, or None if they are no JSON object, or have a number that is none (1e999)."""
-    try:
-        value = json.loads(arguments, parse_float=_finite, parse_constant=_finite)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _finite(number: str) -> float:
-    value = float(number)
-    if not math.isfinite(value):
-        raise ValueError(f"{number} is beyond what a float holds")
-    return value
-
-
-def _is_object(arguments: str) -> bool:
-    """Whether they are a JSON object, be its numbers what they may."""
-    try:
-        return isinstance(json.loads(arguments), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _is_begun(arguments: str) -> bool:
-    """Whether there is more of them than the brace that the parser begins every call with."""
-    return arguments.startswith("{") and arguments != "{"
-
-
-def _as_written(parsed: dict[str, Any], params: ChatParams) -> dict[str, Any]:
-    """Where no grammar held calls, their arguments as they were written: the parser makes {} of no object."""
-    if params.are_calls_held:
-        return parsed
-    calls = [
-        call if not (written := call["written"].strip()) or written.startswith("{")
-        else {**call, "arguments": _unquoted(written)}
-        for call in parsed["tool_calls"]
-    ]  # fmt: skip
-    return {**parsed, "tool_calls": calls}
-
-
-def _unquoted(written: str) -> str:
-    """The object that a string holds, as OpenAI's own format has it; else what was written."""
-    try:
-        value = json.loads(written)
-    except (ValueError, RecursionError):
-        return written
-    return value.strip() if isinstance(value, str) and decoded(value) is not None else written
 
 
 def _more(sent: str, now: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -138,6 +139,13 @@ async def _serve(
         print(f"models: {', '.join(spec.name for spec in models.specs())}", flush=True)
         if (line := open_line(settings)) is not None:
             print(line, flush=True)
+        _settle()
+
+
+def _settle() -> None:
+    """What is there now stays: a full collection that looked at it would hold up every stream meanwhile."""
+    gc.collect()
+    gc.freeze()
 
 
 def open_line(settings: Settings) -> str | None:

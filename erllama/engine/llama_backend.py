@@ -88,7 +88,7 @@ class LlamaBackend:
     def open(self) -> BackendFacts:
         """Load the weights and make the contexts: to generate, and to embed if that is wanted.
 
-        Raises: `MalformedGguf`, `NotSupported` (architectures that cannot generate), `InvalidOption`,
+        Raises: `MalformedGguf`, `NotSupported` (it cannot generate, or not text), `InvalidOption`,
         `LoadFailed`, `ModelWouldOom`, `NativeLibraryError`.
         """
         options = self._options
@@ -114,6 +114,8 @@ class LlamaBackend:
                 f"{self._path}: this model only embeds, it cannot generate; "
                 "load it with ContextOptions(embeddings=True)"
             )
+        if model.vocab.is_absent:
+            raise NotSupported(f"{self._path}: this model has no vocabulary; its tokens are no text")
         shape = self._shape_hash()
         self._compute_hash = self._context_hash(shape)
         self._open_parts(context)

@@ -103,8 +103,9 @@ class EventStream:
         translate = self._translate
         if translate is None:
             return (event,)
-        if not translate.is_slow(event):
-            return translate(event)
+        return translate(event) if not translate.is_slow(event) else await self._in_thread(translate, event)
+
+    async def _in_thread(self, translate: Translate, event: Event) -> Iterable[Event]:
         # Shielded: the event has been taken, and a translator that saw half of it is of no more use. One
         # thread of its own, milliseconds: nobody waits for those that others have abandoned.
         translated: Iterable[Event] = ()
@@ -115,14 +116,18 @@ class EventStream:
     async def receive_all(self) -> list[Event]:
         """Every event that is there, at least one; none after the last. Cancellation: loses nothing."""
         require_home(self._home)
+        translate = self._translate
         while not self._ready and not self._done:
             try:
                 events = await self._buffer.receive_all()
             except trio.EndOfChannel:
                 break
-            self._done = isinstance(events[-1], Done)
-            for event in events:
-                self._ready.extend(await self._translated(event))
+            self._done = type(events[-1]) is Done
+            if translate is None:
+                return events
+            for event in events:  # `_translated`, without a coroutine for every token
+                slow = translate.is_slow(event)
+                self._ready.extend(await self._in_thread(translate, event) if slow else translate(event))
         ready = list(self._ready)
         self._ready.clear()
         return ready

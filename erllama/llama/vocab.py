@@ -132,7 +132,10 @@ class Vocab:
         raise EngineError(f"llama_detokenize asked for {capacity} bytes, then for more")
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
-        """The bytes of one token, without any context; control tokens are empty unless `special`."""
+        """The bytes of one token, without any context; control tokens are empty unless `special`.
+
+        Raises: `InvalidContent`, `NotSupported` (no vocabulary), `HandleClosed`.
+        """
         key = (token, special)
         known = self._pieces.get(key)
         if known is None:
@@ -141,6 +144,7 @@ class Vocab:
 
     def _piece(self, token: int, special: bool) -> bytes:
         self._check(token)
+        self._check_present()
         ffi = self._lib.ffi
         capacity = 64
         with self._model:
@@ -157,7 +161,9 @@ class Vocab:
         """Id, text and whether it is a control token, of all that are read out of text as one token.
 
         The others are user-defined: they are read so even without `parse_special`.
+        Raises: `NotSupported` (no vocabulary), `HandleClosed`.
         """
+        self._check_present()
         n = self._lib.ffi.new("size_t *")
         with self._model:
             raw = self._lib.vocab_special(self._ptr, n)
@@ -194,9 +200,13 @@ class Vocab:
                 detail={"token": token, "index": index, "n_vocab": self.n_tokens},
             )
 
-    def _check_tokenizer(self, add_special: bool) -> None:
+    def _check_present(self) -> None:
+        """What llama.cpp asks of a vocabulary that is not there ends the process (GGML_ASSERT)."""
         if self.is_absent or self.n_tokens <= 0:
             raise NotSupported("the model has no vocabulary")
+
+    def _check_tokenizer(self, add_special: bool) -> None:
+        self._check_present()
         wants_bos = self.add_bos or self.is_wpm
         wants_eos = self.add_eos and not self.is_wpm
         lacks_sep = self.is_wpm and self.sep is None
@@ -209,6 +219,7 @@ class Vocab:
         known = cache.get(token)
         if known is None:
             self._check(token)
+            self._check_present()
             with self._model:
                 known = cache[token] = bool(call(self._ptr, token))
         return known

@@ -25,6 +25,8 @@ NO_EFFECT = (
     *("service_tier", "inference_geo", "context_management", "speed", "diagnostics"),
     *("user_profile_id", "workspace_id"),
 )
+TOOL_KEYS = {"type", "name", "description", "input_schema", "strict", "cache_control"}
+NO_EFFECT_OF_TOOL = ("allowed_callers", "defer_loading", "eager_input_streaming", "input_examples")
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 BREAK = "\n\n"  # between the text blocks of a message
 
@@ -75,7 +77,8 @@ def _ignored(body: MessagesBody) -> list[str]:
     names = [name for name in NO_EFFECT if getattr(body, name) is not None]
     if body.output_config is not None and body.output_config.task_budget is not None:
         names.append("output_config.task_budget")
-    return names
+    of_tools = {key for tool in body.tools or () for key in NO_EFFECT_OF_TOOL if tool.get(key)}
+    return [*names, *(f"tools.{key}" for key in of_tools)]
 
 
 def wants_thinking(body: CountBody) -> bool:
@@ -125,6 +128,7 @@ def chat_options(body: CountBody) -> dict[str, Any]:
 def _tool(tool: Mapping[str, Any], i: int) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
         raise refuse(f"tools.{i}", f"the server has no tool of type {tool['type']!r}; only the client's own")
+    check_keys(f"tools.{i}", tool, {*TOOL_KEYS, *NO_EFFECT_OF_TOOL})
     function = {
         "name": tool.get("name"),
         "description": tool.get("description"),
@@ -162,6 +166,7 @@ def _messages(message: Mapping[str, Any], i: int) -> list[dict[str, Any]]:
     where, role, content = f"messages.{i}", message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise InvalidContent(f"{where}: role is user or assistant, not {role!r}", detail={"key": where})
+    check_keys(where, message, {"role", "content"})
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):

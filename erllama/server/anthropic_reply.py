@@ -9,7 +9,7 @@ from erllama import Thinking, ThinkingEnd, Token, ToolCallDelta
 from .anthropic_ask import CALL_PREFIX
 from .failures import body_of
 from .openai_chat import new_id
-from .reply import json_bytes, remark
+from .reply import json_bytes, remark, text_bytes
 
 if TYPE_CHECKING:
     from erllama import Completion, Event
@@ -24,6 +24,10 @@ def event_bytes(kind: str, **values: Any) -> bytes:
 
 
 PING = event_bytes("ping")
+TEXT_DELTA = (
+    b"event: content_block_delta\n"
+    b'data: {"type":"content_block_delta","index":%d,"delta":{"type":"text_delta","text":%b}}\n\n'
+)
 
 
 class MessagesReply:
@@ -89,8 +93,9 @@ class MessagesReply:
         frames = b"" if self._started else self._start(*await answer.usage())
         match event:
             case Token(text):
-                frames += self._begin("text", {"type": "text", "text": ""})
-                frames += self._delta({"type": "text_delta", "text": text})
+                if self._open != "text":
+                    frames += self._begin("text", {"type": "text", "text": ""})
+                frames += self._text_delta(text)
             case Thinking(text) if self._thinking:
                 frames += self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
                 frames += self._delta({"type": "thinking_delta", "thinking": text})
@@ -125,6 +130,10 @@ class MessagesReply:
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
         return event_bytes("content_block_delta", index=self._n_blocks, delta=delta)
+
+    def _text_delta(self, text: str) -> bytes:
+        """`_delta`, by hand: there is one for every token."""
+        return TEXT_DELTA % (self._n_blocks, text_bytes(text))
 
     def _json_delta(self, arguments: str) -> bytes:
         return self._delta({"type": "input_json_delta", "partial_json": arguments}) if arguments else b""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 import erllama
 from erllama.errors import ErllamaError, InvalidContent, RequestError
@@ -19,7 +20,7 @@ from .health_routes import health_routes
 from .middleware import Cors, Gate, Head, Recorder, refusal
 from .ollama_routes import ollama_routes
 from .openai_routes import openai_routes
-from .record import record_of
+from .record import CLIENT_LEFT, record_of
 
 if TYPE_CHECKING:
     from fastapi.responses import Response
@@ -84,12 +85,16 @@ def _not_served(request: Request, failure: Exception) -> Response:
     if isinstance(failure.__cause__, ErllamaError):
         return refusal(request.scope, failure.__cause__)
     if failure.status_code == 400:
-        return refusal(request.scope, InvalidContent("the body cannot be read as JSON"))
+        refused = refusal(request.scope, InvalidContent("the body cannot be read as JSON"))
+        if isinstance(failure.__cause__, ClientDisconnect):  # in the middle of it
+            record_of(request.scope).error = CLIENT_LEFT
+        return refused
     told = f"{failure.detail}: {request.method} {request.url.path}"
     error = RequestError(told + (_hint(request) if failure.status_code == 404 else ""))
     error.http_status = failure.status_code
-    record_of(request.scope).headers |= {k.lower(): v for k, v in (failure.headers or {}).items()}  # `allow`
-    return refusal(request.scope, error)
+    refused = refusal(request.scope, error)
+    refused.headers.update(failure.headers or {})  # 405 says what is allowed
+    return refused
 
 
 def _hint(request: Request) -> str:

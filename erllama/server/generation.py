@@ -114,7 +114,8 @@ class Answer:
         self._ahead: list[Event] = []  # read, not handed out yet
         self._has_begun = False
         self._due = math.inf  # when whoever reads has waited for too long
-        self._ends_at = trio.current_time() + limits.total_s
+        self._now = trio.lowlevel.current_clock().current_time  # asked for every token
+        self._ends_at = self._now() + limits.total_s
 
     @property
     def model(self) -> Model:
@@ -190,7 +191,7 @@ class Answer:
         return True
 
     def _set_limit(self) -> None:
-        limits, now = self._limits, trio.current_time()
+        limits, now = self._limits, self._now()
         self._limit = "generation_idle_s" if self._has_begun else "prefill_s"
         due = now + (limits.generation_idle_s if self._has_begun else limits.prefill_s)
         if self._ends_at < due:

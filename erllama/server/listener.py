@@ -1,7 +1,8 @@
 """Hypercorn's connections on our own listener.
 
 What a stream writes for a token goes to the socket at once if the socket takes it: Hypercorn's way takes
-a lock, two turns of trio's scheduler and a scope, which is more than everything else that a token costs.
+a lock, two turns of trio's scheduler and a scope, which is more than everything else that a token costs. See
+`chunks` too.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 from hypercorn.utils import repr_socket_addr
 
+from .chunks import framed, lend
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from hypercorn.events import Event
-    from starlette.types import ASGIApp
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 log = logging.getLogger("erllama.server")
 
@@ -44,6 +47,13 @@ class Connection(TCPServer):
     _is_idle = True  # between requests, or in the head of one
     _head_ends_at = math.inf
     _is_over = False
+
+    def __init__(
+        self, app: ASGIApp, config: ListenerConfig, context: WorkerContext, stream: trio.SocketStream
+    ) -> None:
+        wrapped: Any = ASGIWrapper(self._with_chunks)  # type: ignore[arg-type]  # ASGI as Starlette types it
+        super().__init__(wrapped, config, context, ConnectionState({}), stream)  # type: ignore[arg-type]  # no TLS here
+        self._app = app
 
     async def protocol_send(self, event: Event) -> None:
         """See Hypercorn. Cancellation: as there, only what does not fit into the socket's buffer waits."""
@@ -87,6 +97,21 @@ class Connection(TCPServer):
         except OSError:
             return data
 
+    async def _with_chunks(self, scope: Scope, receive: Receive, send: Send) -> None:
+        lend(scope, self)
+        await self._app(scope, receive, send)
+
+    # --- what replies write, see `chunks.Chunks` ---
+
+    def write_now(self, chunk: bytes) -> bytes:
+        """See `Chunks.write_now`."""
+        data = framed(chunk)
+        return data if self.send_lock.locked() else self._written_at_once(data)
+
+    async def write_rest(self, rest: bytes) -> None:
+        """See `Chunks.write_rest`."""
+        await self.protocol_send(RawData(rest))
+
 
 async def listen(
     app: ASGIApp,
@@ -101,7 +126,6 @@ async def listen(
     Cancellation: connections end at once.
     """
     context = WorkerContext(None)
-    wrapped: Any = ASGIWrapper(app)  # type: ignore[arg-type]  # ASGI as Starlette types it
     sockets = config.create_sockets().insecure_sockets
     for socket in sockets:
         socket.listen(config.backlog)
@@ -109,7 +133,7 @@ async def listen(
 
     async def connected(stream: trio.SocketStream) -> None:
         try:
-            await Connection(wrapped, config, context, ConnectionState({}), stream)  # type: ignore[arg-type]  # no TLS here
+            await Connection(app, config, context, stream)
         except Exception:
             log.exception("a connection failed")  # and no other one
 

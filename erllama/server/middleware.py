@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 access = logging.getLogger("erllama.access")
 log = logging.getLogger("erllama.server")
 
+LINGER_S = 5.0  # for what still comes of a body when its request has been answered
 OWN_PATHS = ("/health", "/health/ready", "/metrics", "/docs", "/openapi.json")  # of no dialect
 OPEN_PATHS = ("/", *OWN_PATHS, "/api/version")
 SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -75,7 +76,13 @@ class Recorder:
             started=time.monotonic(),
         )
 
-        is_complete = False
+        is_complete, is_read = False, False
+
+        async def receive_noted() -> Message:
+            nonlocal is_read
+            message = await receive()
+            is_read = is_read or not message.get("more_body", False)
+            return message
 
         async def send_with_id(message: Message) -> None:
             nonlocal is_complete
@@ -85,15 +92,16 @@ class Recorder:
                 sent[self._header] = record.request_id
                 if record.surface == "anthropic":
                     sent["request-id"] = record.request_id  # where its SDK looks
-            await send(message)
-            is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+            is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
+            await (send(message) if is_read or not is_last else _send_last_early(message, receive, send))
+            is_complete = is_last
 
         try:
-            await self._app(scope, receive, send_with_id)
+            await self._app(scope, receive_noted, send_with_id)
         except Exception as failure:
             log.exception("request %s failed", record.request_id)
             if not record.status:
-                await refusal(scope, as_error(failure))(scope, receive, send_with_id)
+                await refusal(scope, as_error(failure))(scope, receive_noted, send_with_id)
             elif not is_complete:
                 raise  # the reply has begun; the server closes the connection
             # else a handler of the application has answered, and raised it again
@@ -122,6 +130,30 @@ class Recorder:
             stats and stats.n_generated,
             record.error,
         )
+
+
+async def _send_last_early(message: Message, receive: Receive, send: Send) -> None:
+    """The end of a reply to a request whose body was not read: what still comes of it is thrown away.
+
+    Else Hypercorn waits for ever for somebody to take it, and who sends all before it reads never reads why
+    it was refused. After `LINGER_S` the connection is closed all the same.
+    """
+    await send({**message, "more_body": True})
+    async with trio.open_nursery() as nursery:
+        over = trio.Event()
+
+        async def drain() -> None:
+            while (await receive()).get("more_body", False):
+                pass
+            over.set()
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        nursery.start_soon(drain)
+        with trio.move_on_after(LINGER_S):
+            await over.wait()
+        await send({**message, "body": b""})
+        nursery.cancel_scope.cancel()
 
 
 class Head:

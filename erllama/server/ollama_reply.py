@@ -12,7 +12,7 @@ import trio
 from erllama import Thinking, Token, TokenId, ToolCallDelta
 
 from .failures import body_of
-from .reply import json_bytes
+from .reply import json_bytes, text_bytes
 
 if TYPE_CHECKING:
     from erllama import Completion, Event, Model, TokenLogprob
@@ -66,6 +66,9 @@ class OllamaReply:
         self._started = trio.current_time()
         self._calls: dict[int, _Call] = {}
         self._untold: list[TokenLogprob] = []  # of tokens whose text is not out yet
+        self._head = b'{"model":%b,"created_at":"' % text_bytes(model)
+        self._before_text = b'","message":{"role":"assistant","content":' if is_chat else b'","response":'
+        self._text_end = b'%b,"done":false}\n' % (b"}" if is_chat else b"")
 
     def _object(self, text: str, **more: Any) -> dict[str, Any]:
         head = {"model": self._model, "created_at": now()}
@@ -73,6 +76,10 @@ class OllamaReply:
             message = {"role": "assistant", "content": text, **more.pop("message", {})}
             return {**head, "message": message, **more}
         return {**head, "response": text, **more}
+
+    def _text_line(self, text: str) -> bytes:
+        """`_line`, by hand: there is one for every token."""
+        return b"".join((self._head, now().encode(), self._before_text, text_bytes(text), self._text_end))
 
     def _line(self, text: str, **more: Any) -> bytes:
         return json_bytes(self._object(text, **{"done": False, **more})) + b"\n"
@@ -86,6 +93,8 @@ class OllamaReply:
         match event:
             case TokenId(logprob=logprob):
                 self._untold += [] if logprob is None else [logprob]
+            case Token(text) if not self._untold:
+                return self._text_line(text)
             case Token(text):
                 return self._line(text, **self._logprobs(answer.model))
             case Thinking(text):

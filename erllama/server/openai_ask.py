@@ -30,6 +30,8 @@ def chat_ask(body: ChatBody, limits: LimitsTable, session_id: str | None) -> Ask
     check_count("messages", body.messages, limits.max_messages)
     check_count("tools", body.tools, limits.max_tools)
     check_format("response_format", body.response_format)
+    for i, tool in enumerate(body.tools or ()):
+        check_keys(f"tools.{i}", tool, {"type", "function"})
     if body.modalities not in (None, ["text"]):
         raise refuse("modalities", "only text")
     if body.top_logprobs is not None and not body.logprobs:

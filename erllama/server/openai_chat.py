@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from json.encoder import encode_basestring_ascii
 from typing import TYPE_CHECKING, Any
 
 from erllama import Thinking, Token, TokenId, ToolCallDelta
@@ -110,7 +111,7 @@ class ChatReply(_Sse):
         """A delta."""
         match event:
             case Token(text) if not self._untold:
-                return f"{self._text}{json.dumps(text)}{self._text_end}".encode()
+                return f"{self._text}{encode_basestring_ascii(text)}{self._text_end}".encode()
             case TokenId():
                 return self._note(event)
             case Token(text):
@@ -186,7 +187,7 @@ class TextReply(_Sse):
         if not isinstance(event, Token):
             return b""
         if not self._untold:
-            return f"{self._text}{json.dumps(event.text)}{self._text_end}".encode()
+            return f"{self._text}{encode_basestring_ascii(event.text)}{self._text_end}".encode()
         return sse(self._choice(event.text, None, self._logprobs(answer.model)))
 
     def _logprobs(self, model: Model) -> dict[str, Any] | None:

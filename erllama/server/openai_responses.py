@@ -163,7 +163,7 @@ class ResponsesReply:
 
     def _output(self) -> list[dict[str, Any]]:
         """The items that count: a call that was cut off is none."""
-        return [item for item in self._items if item["status"] != "incomplete"]
+        return [i for i in self._items if (i["type"], i["status"]) != ("function_call", "incomplete")]
 
     def whole(self, answer: Answer, completion: Completion) -> dict[str, Any]:
         """The reply as one object."""
@@ -171,10 +171,12 @@ class ResponsesReply:
         assert message is not None, "chats have messages"
         if message.reasoning_content:
             self._items.append(_reasoning(message.reasoning_content))
-        if message.content or not message.tool_calls:
+        if message.content or not (message.tool_calls or self._items):
             self._items.append(_message(message.content))
         for call in message.tool_calls:
             self._items.append(_call(call.id, call.name, call.arguments_json))
+        if not message.tool_calls:  # which are whole
+            self._items[-1]["status"] = _status(completion)
         self._keep(completion)
         return self._response(_status(completion), completion, answer.n_reasoning)
 
@@ -250,13 +252,13 @@ class ResponsesReply:
             )
         return frames
 
-    def _close(self) -> bytes:
+    def _close(self, status: str = "completed") -> bytes:
         """End the item that is open, if one is."""
         if not self._items or self._items[-1]["status"] != "in_progress":
             return b""
         item, at = self._items[-1], len(self._items) - 1
         place: dict[str, Any] = {"item_id": item["id"], "output_index": at}
-        item["status"] = "completed"
+        item["status"] = "completed" if item["type"] == "function_call" else status
         match item["type"]:
             case "message":
                 item["content"] = [_part(self._text)]
@@ -291,11 +293,11 @@ class ResponsesReply:
     def end(self, answer: Answer, completion: Completion) -> bytes:
         """The open item's end, and the whole response."""
         self._leave_cut_call(completion)
-        frames = self._close()
-        if not self._output():
-            frames += self._open("message", _message("")) + self._close()
-        self._keep(completion)
         status = _status(completion)
+        frames = self._close(status)
+        if not self._output():
+            frames += self._open("message", _message("")) + self._close(status)
+        self._keep(completion)
         response = self._response(status, completion, answer.n_reasoning)
         return frames + self._event(f"response.{status}", response=response)
 

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import logging
 import math
+from json.encoder import encode_basestring
 from typing import TYPE_CHECKING, Any, Protocol
 
 import trio
@@ -19,24 +20,27 @@ from starlette.responses import Response
 from erllama import Done
 
 from .body import ignored_note
+from .chunks import chunks_of
 from .failures import as_error, body_of, headers_of, status_of
 from .record import CLIENT_LEFT, cache_note, record_of
 from .stable import stable_messages
 from .tenants import of_tenant
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Awaitable, Mapping
 
     from starlette.types import Receive, Scope, Send
 
     from erllama import Completion, Event
     from erllama.errors import ErllamaError
 
+    from .chunks import Chunks
     from .generation import Answer, Ask, Generator
     from .pool import Loading
     from .record import Record
 
 log = logging.getLogger("erllama.server")
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 LOAD_NEWS_S = 2.0
 PATIENCE_S = 1.0  # a request that waits in line for longer gets its headers and pings
 
@@ -75,8 +79,12 @@ class Translation(Protocol):
 
 def json_bytes(value: object) -> bytes:
     """Compact JSON; lone surrogates become U+FFFD. Raises: `ValueError` (NaN, infinity: they are no JSON)."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.encode("utf-8", errors="replace")
+    return _encode(value).encode("utf-8", errors="replace")
+
+
+def text_bytes(text: str) -> bytes:
+    """`json_bytes` of a text, for frames that are put together by hand."""
+    return encode_basestring(text).encode("utf-8", errors="replace")
 
 
 def remark(text: str) -> bytes:
@@ -87,41 +95,51 @@ def remark(text: str) -> bytes:
 class _Wire:
     """The client's end: what was sent to it, and when."""
 
-    def __init__(self, send: Send, limit_s: float) -> None:
+    def __init__(self, send: Send, limit_s: float, chunks: Chunks | None) -> None:
         self._send = send
+        self._chunks = chunks
         self._limit_s = limit_s
-        self._lock = trio.Lock()  # pings come from another task
+        self._is_taken = False  # pings come from another task
+        self._line = trio.lowlevel.ParkingLot()  # of those who wait for their turn
         self.started = False
         self.is_ending = False
-        self.last = trio.current_time()
+        self._now = trio.lowlevel.current_clock().current_time  # asked for every token
+        self.last = self._now()
         self.blocked_since = math.inf
 
     async def start(self, status: int, headers: Mapping[str, str]) -> bool:
         """Send the headers; False if others are out already."""
-        async with self._lock:
-            if self.started:
-                return False
-            self.started = True
-            raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-            await self._send({"type": "http.response.start", "status": status, "headers": raw})
-            return True
+        while self._is_taken:
+            await self._line.park()
+        if self.started:
+            return False
+        self.started = True
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await self._sent(self._send({"type": "http.response.start", "status": status, "headers": raw}))
+        return True
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
         """Send bytes; nothing behind the last ones. Who does not take them is cancelled by `watch`."""
+        while self._is_taken:
+            await self._line.park()
+        if self.is_ending:  # a ping that had to wait for them
+            return
+        self.is_ending = not more
+        if more and self._chunks is not None:
+            rest = self._chunks.write_now(data)
+            if rest:
+                await self._sent(self._chunks.write_rest(rest))
+        else:
+            await self._sent(self._send({"type": "http.response.body", "body": data, "more_body": more}))
+        self.last = self._now()
+
+    async def _sent(self, sending: Awaitable[None]) -> None:
+        self._is_taken, self.blocked_since = True, self._now()
         try:
-            self._lock.acquire_nowait()  # unlike `async with`, without a turn of the loop for every token
-        except trio.WouldBlock:
-            await self._lock.acquire()
-        try:
-            if self.is_ending:  # a ping that had to wait for them
-                return
-            self.is_ending = not more
-            self.blocked_since = trio.current_time()
-            await self._send({"type": "http.response.body", "body": data, "more_body": more})
-            self.last = trio.current_time()
+            await sending
         finally:
-            self.blocked_since = math.inf
-            self._lock.release()
+            self._is_taken, self.blocked_since = False, math.inf
+            self._line.unpark_all()
 
     async def watch(self) -> None:
         """Raise trio.TooSlowError once a write has taken longer than it may."""
@@ -150,7 +168,7 @@ class AnswerReply(Response):
         self._ask = of_tenant(self._ask, record.salt, self._generator.settings.cache)
         record.model, record.streamed = self._ask.model, self._stream
         record.note(self._ask.notes)
-        wire = _Wire(send, self._limits.slow_client_s)
+        wire = _Wire(send, self._limits.slow_client_s, chunks_of(scope) if self._stream else None)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(wire.watch)

@@ -12,10 +12,12 @@ import trio
 from erllama.bench.catalog import WORKLOADS, choose
 from erllama.bench.figure import single
 from erllama.bench.llama_bench import read_rate
+from erllama.bench.own import open_own
 from erllama.bench.plot import Chart
 from erllama.bench.programs import find_programs
 from erllama.bench.prompts import Prompts
 from erllama.bench.run import UNFINISHED, Request, run_bench
+from erllama.bench.settings import Settings
 from erllama.bench.workload import Workload
 from erllama.errors import EngineError, InvalidOption, NativeLibraryError
 
@@ -234,6 +236,24 @@ async def test_windows_are_restored_with_the_same_answer(tmp_path, tiny_gguf):
     assert restored["answers with other ids than the cold one"].met
     assert restored['answers of exact="cold" with other bits'].met
     assert all(figure.met for figure in places.values())
+
+
+@pytest.mark.model
+@pytest.mark.slow
+async def test_chats_and_restores_of_a_window_are_measured_by_what_it_keeps(tmp_path, tiny_gguf):
+    """P3, P5: a token is counted in all layers, though the model's memory holds few of them."""
+    path = tiny_gguf("window")
+    restored, grown = await run_bench(asked(path, workloads=choose(["P3", "P5"]), folder=tmp_path))
+    assert (restored.failure, grown.failure) == (None, None)
+    assert not any("memcpy" in figure.name for figure in restored.figures)
+    settings = Settings(model=path, folder=tmp_path, n_threads=1)
+    n_bytes = []
+    for n_ctx in (512, 4096):
+        async with open_own(settings, n_ctx=n_ctx) as own:
+            await own.ask(own.prompts.prompt(300, 1), 1, cache=True)
+            await own.engine.cache.flush()
+            n_bytes.append(own.kv_bytes_per_token)
+    assert n_bytes[0] == n_bytes[1] > 0
 
 
 @pytest.mark.model

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from erllama.cli import serve
@@ -154,3 +156,14 @@ def test_surfaces_that_are_open_are_named(settings, host, keys, told):
     table = "".join(f'{name} = ["k"]\n' for name in keys)
     line = serve.open_line(settings(f"[auth]\n{table}", "--host", host))
     assert line is None if told is None else told in line
+
+
+def test_what_is_there_at_the_start_is_not_collected_again():
+    """A full collection that looks at all of it holds up every stream meanwhile."""
+    before = gc.get_freeze_count()
+    serve._settle()
+    try:
+        assert gc.get_freeze_count() > before
+        assert len(gc.get_objects(generation=2)) < gc.get_freeze_count() / 10
+    finally:
+        gc.unfreeze()

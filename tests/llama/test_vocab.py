@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from erllama.errors import InvalidContent, NotSupported
+from erllama.llama import Model
+from erllama.llama.ffi import choose_native_dir
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from erllama.llama import Model
 
 pytestmark = pytest.mark.model
 
@@ -102,6 +102,19 @@ def test_no_vocabulary_fails_closed(smollm2: Model, monkeypatch: pytest.MonkeyPa
         smollm2.vocab.detokenize([])
     with pytest.raises(NotSupported):
         smollm2.vocab.tokenize("x")
+
+
+def test_a_model_without_a_vocabulary_is_refused_in_words() -> None:
+    """B17: llama.cpp ends the process when it is asked about a token of none; nothing reaches it."""
+    with Model.open(choose_native_dir() / "selftest.gguf") as model:
+        vocab = model.vocab
+        assert vocab.is_absent
+        for use in (vocab.piece, vocab.is_eog, vocab.is_control):
+            with pytest.raises(NotSupported, match="no vocabulary"):
+                use(5)
+        for use in (vocab.special_texts, lambda: vocab.tokenize("x"), lambda: vocab.detokenize([5])):
+            with pytest.raises(NotSupported, match="no vocabulary"):
+                use()
 
 
 @pytest.mark.parametrize("ids", [[-1], [49152], [1, 2, 2**40], np.array([5, -7])])

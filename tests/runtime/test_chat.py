@@ -743,6 +743,26 @@ async def test_a_file_whose_template_is_broken(how, tmp_path):
     assert len(answer.generated) == 3
 
 
+TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+
+
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("writes", ["", "{{ bos_token }}"])
+async def test_a_prompt_begins_once(adds, writes, tmp_path):
+    """FAULTS: a BOS of the template, one of the tokenizer, or of both, is one; and the same as raw text."""
+    tiny = make_tiny_gguf.dense()
+    tiny.meta[".tokenizer.ggml.add_bos_token"] = adds
+    tiny.meta[".tokenizer.chat_template"] = writes + TURNS
+    tiny.save(tmp_path / "tiny.gguf")
+    async with erllama.open_engine() as engine:
+        model = await engine.load_model(tmp_path / "tiny.gguf", context=erllama.ContextOptions(n_threads=1))
+        params = await model.chat_apply([USER])
+        raw = model.tokenize(params.prompt)
+    assert params.prompt_ids == raw
+    bos = 0
+    assert [at for at, token in enumerate(raw) if token == bos] == ([0] if adds or writes else [])
+
+
 @pytest.mark.parametrize("leave", [False, True])
 async def test_long_parses_leave_the_event_loop_alone(monkeypatch, leave):
     """What takes milliseconds is read in a thread; nothing is lost, also where the reader is cancelled."""

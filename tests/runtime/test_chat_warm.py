@@ -142,3 +142,37 @@ async def test_an_answer_that_is_written_otherwise_can_be_computed_ahead(smollm2
         stats = (await model.chat(messages, max_tokens=2)).stats
     assert answer.reply.count(" ") > 40
     assert (stats.n_computed <= 24) == warmed, stats
+
+
+# Opens a thinking block, and leaves it out of what is history.
+THINKS = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.reasoning_content and loop.last %}<think>
+{{ m.reasoning_content }}
+</think>
+
+{% endif %}{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+<think>
+{% endif %}"""
+
+
+@pytest.mark.parametrize("kind", ["dense", "window", "recurrent", "hybrid"])
+async def test_thinking_that_the_history_lacks_costs_its_turn_only(tiny_gguf, kind):
+    """FAULTS: only the last answer is computed again; where memory cannot be cut, some of its block too."""
+    policy = erllama.SavePolicy(min_tokens=16, cold_min_tokens=16, block_tokens=64)
+    slack = 8 if kind == "dense" else 64 + 8  # what is kept at the prompt's end ends behind <think>
+    async with erllama.open_engine() as engine:
+        options = erllama.ContextOptions(n_ctx=4096, n_threads=1)
+        model = await engine.load_model(tiny_gguf(kind), context=options, policy=policy, chat_template=THINKS)
+        messages = [{"role": "system", "content": "Be brief. " * 40}]
+        n_before = n_thinking = 0
+        for turn in range(4):
+            messages.append({"role": "user", "content": f"Question {turn}?" + " Please." * 20})
+            answer = await model.chat(messages, thinking_budget_tokens=8, max_tokens=40, seed=turn)
+            stats = answer.stats
+            if turn:
+                assert stats.n_computed <= stats.n_prompt - n_before + slack, (turn, stats)
+            n_before = stats.n_prompt
+            n_thinking += bool(answer.message.reasoning_content)
+            messages.append(answer.message)
+    assert n_thinking

@@ -14,6 +14,7 @@ import erllama
 from erllama import ContextOptions, Done, Token, TokenId
 from erllama.engine import llama_backend
 from erllama.engine.permit import PROCESS_PERMIT
+from erllama.llama.ffi import choose_native_dir
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,6 +43,14 @@ async def together(
             nursery.start_soon(ask, i, prompt)
             await trio.testing.wait_all_tasks_blocked()
     return [answers[i] for i in range(len(prompts))]
+
+
+async def test_a_model_without_a_vocabulary_is_refused() -> None:
+    """A typed error, and the engine goes on: llama.cpp would end the process."""
+    async with erllama.open_engine() as engine:
+        with pytest.raises(erllama.NotSupported, match="no vocabulary"):
+            await engine.load_model(choose_native_dir() / "selftest.gguf")
+        assert engine.models() == []
 
 
 async def test_the_first_answer(smollm2_path: Path) -> None:

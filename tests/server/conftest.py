@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from erllama.server.listener import ListenerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,3 +50,17 @@ def real_server(smollm2_path: Path) -> Iterator[str]:
     process, url = start_server("-m", f"smol={smollm2_path}", "--no-cache", "--n-ctx", "2048")
     yield url
     stop_server(process)
+
+
+@pytest.fixture
+def _small_send_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernel buffers is not ours, so let it be little: accepted sockets inherit it."""
+    real = ListenerConfig.create_sockets
+
+    def create(config: ListenerConfig) -> Any:
+        sockets = real(config)
+        for each in sockets.insecure_sockets:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return sockets
+
+    monkeypatch.setattr(ListenerConfig, "create_sockets", create)

@@ -128,6 +128,16 @@ async def test_calls_arrive_as_blocks(streamed):
         assert not [b for b in message.content if b.type == "text"]
 
 
+@pytest.mark.parametrize(("thinking", "budget"), [({"type": "enabled", "budget_tokens": 7}, 7), (None, None)])
+async def test_the_budget_of_thinking_reaches_the_sampler(thinking, budget):
+    """H16: after so many tokens the block is ended for the model."""
+    async with serving() as scene:
+        body = {"model": "fake", "messages": HELLO, "max_tokens": 50, "thinking": thinking}
+        assert (await scene.client.post("/v1/messages", json=body)).status_code == 200
+        guided = scene.backends["fake"].params[-1].guide.thinking
+        assert (guided and guided.budget) == budget
+
+
 async def test_the_packages_own_runner_of_tools_goes_on_without_a_thread():
     """It asks for a conversation that the server keeps, is refused in words it knows, and sends all of it."""
     asked = []

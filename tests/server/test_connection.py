@@ -13,7 +13,6 @@ import trio
 from hypercorn.events import RawData
 from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
-from hypercorn.typing import ConnectionState
 from runtime.chat_scenes import ScriptedChat
 
 from erllama.server.listener import Connection
@@ -24,13 +23,13 @@ from server.scenes import Scene, chat_body, serving, until
 CHAT = "/v1/chat/completions"
 
 
-async def connect(url: str, body: dict[str, Any], *head: str) -> trio.SocketStream:
-    """A connection on which a chat was asked for."""
+async def connect(url: str, body: dict[str, Any], *head: str, n_missing: int = 0) -> trio.SocketStream:
+    """A connection on which a chat was asked for; the last bytes of the body may be missing."""
     host, _, port = url.removeprefix("http://").partition(":")
     stream = await trio.open_tcp_stream(host, int(port))
     data = json.dumps(body).encode()
     lines = [f"POST {CHAT} HTTP/1.1", "Host: localhost", f"Content-Length: {len(data)}", *head, "", ""]
-    await stream.send_all("\r\n".join(lines).encode() + data)
+    await stream.send_all("\r\n".join(lines).encode() + data[: len(data) - n_missing])
     return stream
 
 
@@ -159,18 +158,27 @@ async def test_the_log_tells_what_a_server_that_ends_at_once_cut_off(
             with contextlib.suppress(httpx.HTTPError):
                 await client.post(CHAT, json=chat_body(max_tokens=2000))
 
-    async with trio.open_nursery() as nursery:
-        async with serving(slow) as scene:
-            nursery.start_soon(ask, scene.url)
-            await until(lambda: n_generated(scene) > 3)
+    async with trio.open_nursery() as nursery, serving(slow) as scene:
+        nursery.start_soon(ask, scene.url)
+        await until(lambda: n_generated(scene) > 3)
     assert caplog.records[-1].getMessage().endswith("error=shutting_down")
+
+
+async def test_the_log_tells_that_a_client_left_within_its_body(caplog: pytest.LogCaptureFixture) -> None:
+    """It is not one that sent no JSON."""
+    caplog.set_level("INFO", "erllama.access")
+    async with serving() as scene:
+        client = await connect(scene.url, chat_body(), n_missing=3)
+        await client.aclose()
+        await until(lambda: bool(caplog.records))
+        assert caplog.records[-1].getMessage().endswith("error=client_left")
 
 
 async def test_what_a_full_socket_does_not_take_comes_later() -> None:
     """Every byte, in order, while the other side reads slowly."""
     ours, theirs = (trio.SocketStream(s) for s in trio.socket.socketpair())
     config = listener_config(make_settings({}))
-    connection = Connection(None, config, WorkerContext(None), ConnectionState({}), ours)
+    connection = Connection(None, config, WorkerContext(None), ours)
     sent = [bytes([i]) * 300_000 for i in range(8)]
     received = b""
 

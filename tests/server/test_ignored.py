@@ -15,6 +15,7 @@ CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messag
 TOKENIZE = "/tokenize"
 NESTED = {"name": "x", "schema": {"type": "object"}, "strict": True, "description": "A thing"}
 SCHEMA_FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
+TOOL_USE = {"name": "f", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}
 HELLO = [{"role": "user", "content": "Hi"}]
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"model": "fake", "messages": HELLO},
@@ -80,6 +81,9 @@ UNKNOWN = [
     (MESSAGES, {"output_config": {"format": {}}}, "output_config.format"),
     (MESSAGES, {"output_format": {}}, "output_config.format"),
     (MESSAGES, {"metadata": {"bogus": "x"}}, "metadata.bogus"),
+    (MESSAGES, {"messages": [*HELLO, {"role": "user", "content": "x", "bogus": 1}]}, "messages.1.bogus"),
+    (MESSAGES, {"tools": [TOOL_USE, {**TOOL_USE, "bogus": 1}]}, "tools.1.bogus"),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}, "bogus": 1}]}, "tools.0.bogus"),
     (MESSAGES, {"output_config": {"format": {**SCHEMA_FORMAT, "bogus": 1}}}, "output_config.format.bogus"),
 ]
 NAMED = [
@@ -95,6 +99,11 @@ NAMED = [
         MESSAGES,
         {"output_config": {"task_budget": {"type": "tokens", "total": 9}}},
         "output_config.task_budget",
+    ),
+    (
+        MESSAGES,
+        {"tools": [TOOL_USE, {**TOOL_USE, "name": "g", "input_examples": [{}]}]},
+        "tools.input_examples",
     ),
     ("/api/generate", {"think": True}, "think"),
 ]

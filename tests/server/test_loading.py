@@ -174,3 +174,13 @@ async def test_a_request_and_an_unload_at_the_same_moment() -> None:
                 nursery.start_soon(ask)
                 nursery.start_soon(unload)
         assert unloaded == {True, False}
+
+
+@pytest.mark.parametrize("n", [None, 1, 7])
+async def test_as_many_run_at_once_as_the_context_has_sequences(n: int | None) -> None:
+    """H24: one number for the context that is opened and for the places in line."""
+    context = {} if n is None else {"n_seq_max": n}
+    async with serving(models={"fake": {"context": context}}) as scene:
+        await scene.client.post(CHAT, json=chat_body(max_tokens=1))
+        entry = scene.entry()
+        assert entry.lanes.total_tokens == entry.spec.table.context_options().n_seq_max == (n or 4)

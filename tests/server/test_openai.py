@@ -38,6 +38,7 @@ def test_a_chat_and_its_stream_say_the_same(client):
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert text == whole.choices[0].message.content != ""
     assert chunks[-1].choices == []
+    assert all("usage" in c.model_fields_set and c.usage is None for c in chunks[:-1])
     assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
     usage = chunks[-1].usage
     assert usage.prompt_tokens == whole.usage.prompt_tokens
@@ -170,3 +171,10 @@ def test_refusals_have_their_classes(client):
     with pytest.raises(openai.BadRequestError) as caught:
         chat(client, response_format={"type": "json_schema", "json_schema": {"name": "x"}})
     assert caught.value.param == "response_format"
+
+
+def test_one_request_may_use_the_whole_context(client):
+    """H25: the sequences of a model share its cells; a prompt of nine tenths of them is answered."""
+    ids = [1000 + i % 5000 for i in range(int(2048 * 0.9))]
+    reply = client.completions.create(model="smol", prompt=ids, max_tokens=2)
+    assert reply.usage.prompt_tokens >= len(ids)

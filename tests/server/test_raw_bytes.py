@@ -7,6 +7,7 @@ import json
 import pytest
 import trio
 
+from erllama.server.middleware import LINGER_S
 from server.scenes import chat_body, serving, until
 
 CHAT = "/v1/chat/completions"
@@ -159,3 +160,54 @@ async def test_connections_that_are_over_leave_nothing_behind():
         before = n_tasks()
         await come_and_go(8)
         await until(lambda: n_tasks() <= before + 1)
+
+
+LARGE = 8 << 20  # more than the kernel's buffers and Hypercorn's queue take
+
+
+@pytest.mark.parametrize(
+    ("lines", "path", "right"),
+    [
+        ((sized(LARGE),), CHAT, 413),
+        (("transfer-encoding: chunked",), CHAT, 413),
+        ((sized(LARGE),), "/v1/messages", 401),
+        ((sized(LARGE),), "/nowhere", 404),
+        ((sized(LARGE),), "/health", 405),
+    ],
+)
+async def test_who_reads_only_after_its_whole_body_is_told_too(lines, path, right):
+    """A refusal that needs no body: what still comes of it is read, and nothing stays behind."""
+    piece = b"x" * (1 << 20)
+    if "chunked" in lines[0]:
+        piece = b"100000\r\n" + piece + b"\r\n"
+    limits = {"max_request_body_bytes": LARGE if right != 413 else 2000}
+    async with serving(limits=limits, auth={"anthropic": ["key"]}) as scene:
+        port = int(scene.url.rpartition(":")[2])
+        assert (await scene.client.get("/health")).status_code == 200  # that connection stays
+        tasks = trio.lowlevel.current_statistics().tasks_living
+        async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
+            with trio.fail_after(10):
+                await stream.send_all(head(*lines, path=path))
+                for _ in range(LARGE >> 20):
+                    await stream.send_all(piece)
+                received = b"".join([await stream.receive_some(65536)])
+            assert status(received) == right, received[:300]
+        await until(lambda: trio.lowlevel.current_statistics().tasks_living <= tasks)
+        assert scene.loads == []
+
+
+async def test_who_never_ends_its_body_is_left():
+    """After its refusal it has the time of `LINGER_S`, whatever it still sends."""
+    async with serving(limits={"max_request_body_bytes": 2000}) as scene:
+        assert (await scene.client.get("/health")).status_code == 200
+        tasks = trio.lowlevel.current_statistics().tasks_living
+        async with await trio.open_tcp_stream("127.0.0.1", int(scene.url.rpartition(":")[2])) as stream:
+
+            async def send_for_ever() -> None:
+                await stream.send_all(head("transfer-encoding: chunked"))
+                while True:
+                    await stream.send_all(b"400\r\n" + b"x" * 1024 + b"\r\n")
+
+            with trio.fail_after(3 * LINGER_S), pytest.raises(trio.BrokenResourceError):
+                await send_for_ever()
+        await until(lambda: trio.lowlevel.current_statistics().tasks_living <= tasks)

@@ -52,6 +52,34 @@ async def test_half_a_call_is_none(streamed):
         assert [item["type"] for item in response["output"]] == ["message"]
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("says", "limit", "right"),
+    [
+        ("Hello there.", 5, [("message", "incomplete")]),
+        ("Hello there.", 99, [("message", "completed")]),
+        ("<think>\nI think.\n</think>\n\nHello.", 14, [("reasoning", "incomplete")]),
+        (
+            "<think>\nI think.\n</think>\n\nHello.",
+            31,
+            [("reasoning", "completed"), ("message", "incomplete")],
+        ),
+        (CALL, 400, [("function_call", "completed")]),
+    ],
+)
+async def test_the_item_that_was_cut_off_is_incomplete(says, limit, right, streamed):
+    """In the response, and in the event that ends it."""
+    async with serving(partial(ScriptedChat, says=says)) as scene:
+        asked = body(tools=TOOLS, max_output_tokens=limit, stream=streamed)
+        reply = await scene.client.post(RESPONSES, json=asked)
+        events = events_of(reply.text) if streamed else []
+        response = events[-1]["response"] if streamed else reply.json()
+        told = [(item["type"], item["status"]) for item in response["output"]]
+        assert told == right
+        done = [e["item"] for e in events if e["type"] == "response.output_item.done"]
+        assert [item["status"] for item in done] == [status for _, status in right if streamed]
+
+
 async def test_system_items_stay_and_instructions_do_not():
     """The next turn has what was said in the input before; instructions are given anew with each turn."""
     async with serving() as scene:

@@ -16,7 +16,6 @@ from runtime.chat_scenes import ScriptedChat
 
 import erllama
 from erllama.server.app import make_app
-from erllama.server.listener import ListenerConfig
 from server.scenes import asgi_scope, chat_body, receiver, serving, until
 from server.test_connection import CHAT
 
@@ -113,20 +112,6 @@ class Slow:
     def close(self) -> None:
         """Leave."""
         self._socket.close()
-
-
-@pytest.fixture
-def _small_send_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the kernel buffers is not ours, so let it be little: accepted sockets inherit it."""
-    real = ListenerConfig.create_sockets
-
-    def create(config: ListenerConfig) -> Any:
-        sockets = real(config)
-        for each in sockets.insecure_sockets:
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        return sockets
-
-    monkeypatch.setattr(ListenerConfig, "create_sockets", create)
 
 
 @pytest.mark.usefixtures("_small_send_buffers")

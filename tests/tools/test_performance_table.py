@@ -26,6 +26,7 @@ def a_run():
     outcomes = [
         Outcome(id="P1", title="decode", compared="x", figures=figures, notes=("A note.",)),
         Outcome(id="P2", title="prefill", compared="x", failure="no program"),
+        Outcome(id="P3", title="warm", compared="x", figures=figures[1:], failure="interrupted"),
     ]
     return as_json(settings, "2026-01-02T03:04:05+00:00", facts, outcomes)
 
@@ -38,6 +39,8 @@ def test_a_table_says_what_was_missed_and_what_was_not_measured():
     assert one in lines
     assert "| P1 | two | 10 ms |  |  | ≤ 0.02 | met |" in lines
     assert any(line.startswith("| P2 | not measured: no program |") for line in lines)
+    assert "| P3 | two | 10 ms |  |  | ≤ 0.02 | met |" in lines
+    assert any(line.startswith("| P3 | ended early: interrupted |") for line in lines)
     assert "- P1: A note." in lines
 
 
