@@ -125,8 +125,8 @@ class Threads:
 
 def _not_kept(response_id: str) -> InvalidOption:
     error = InvalidOption(
-        f"there is no response {response_id[:128]!r}: it was never kept (store: false), is too old, is another "
-        "key's, or the server has started since; send the whole conversation as input",
+        f"there is no response {response_id[:128]!r}: it was not kept (store: false), is too old, is another "
+        "key's, or the server was restarted; send the whole conversation as input",
         reason="previous_response_not_found",
         detail={"key": "previous_response_id"},
     )
