@@ -119,7 +119,9 @@ class Lanes:
         held = n_distinct(s.cells for s in self.running.values())
         growth = sum(_need(s) - s.n_kv for s in self.running.values())
         lacking = held + growth + _need(seq) - self._n_cells
-        return lacking <= 0 or lacking <= max(self.sharing.n_shared(seq, s) for s in self.running.values())
+        if lacking <= 0 or self.sharing.is_off:
+            return lacking <= 0
+        return lacking <= max(self.sharing.n_shared(seq, s) for s in self.running.values())
 
     @property
     def runs_alone(self) -> bool:
@@ -288,14 +290,23 @@ class Lanes:
     def _best_source(self, seq: Sequence) -> tuple[Resident | Sequence | None, int]:
         """Who holds the longest beginning of `seq`, and how much of it; its last token is always computed."""
         best: tuple[Resident | Sequence | None, int] = (None, 0)
-        for holder in self._holders():
+        for holder in self._givers():
             n = self.sharing.n_shared(seq, holder)
             if n > best[1]:
                 best = holder, n
         return best
 
+    def _givers(self) -> list[Resident | Sequence]:
+        """Who can give of what it holds; where nothing can be shared, who can be gone on from."""
+        if not self.sharing.is_off:
+            return self._holders()
+        waiting = sessions_waiting(self.waiting)
+        return [r for r in self.residents.values() if not self.reading[r.slot] and r.session not in waiting]
+
     def _take_slot(self, source: Resident | Sequence | None) -> int | None:
         """An empty slot, else the least worthy resident's; the source's own is given as it is."""
+        if source is not None and self.sharing.is_off:
+            return source.slot
         if self._empty:
             return heapq.heappop(self._empty)
         waiting = sessions_waiting(self.waiting)

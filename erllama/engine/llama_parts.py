@@ -27,6 +27,7 @@ from erllama.llama import saved_state
 from erllama.llama.saved_state import HEADER_BYTES
 from erllama.llama.state_order import end_of_cells, sort_cells
 
+from .memory_ops import NoWindowRoom
 from .window_places import WindowPlaces
 
 if TYPE_CHECKING:
@@ -316,7 +317,7 @@ class PartMover:
         finally:
             self._memory.rm(SCRATCH)
         if self._context.state_set(dst, state, partial=True) != len(state):
-            raise EngineError(f"the window of {len(state)} bytes behind token {end} could not be copied")
+            raise NoWindowRoom(f"the window of {len(state)} bytes behind token {end} could not be copied")
 
     def can_cut(self, seq_id: int, n: int) -> bool:
         """`Memory.can_cut`, and what its window is left with is real; to what it holds it always can be."""

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from erllama.backend import OptionalBackend
 
 
+class NoWindowRoom(EngineError):
+    """The cells of sliding-window layers are too few for one more sequence to have a window of its own."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
     """Keep [0, n) of a slot; nothing with 0."""

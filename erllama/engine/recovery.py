@@ -17,6 +17,8 @@ import trio
 
 from erllama.errors import DecodeAborted, ErllamaError
 
+from .memory_ops import NoWindowRoom
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -67,12 +69,19 @@ class Recovery:
     ) -> None:
         """A fresh context. Who ran fails with `error`, except those of `stepping` that may start over.
 
-        They may if KV was restored and never proven, or if they are `innocent`: the error was not theirs.
+        They may if KV was restored and never proven; if they are `innocent`, all who ran may.
 
         Raises: `error` where the backend cannot rebuild, and what rebuilding raises; the model is lost then.
         """
         log.error("%s: rebuilding the context after %s", self._model_id, error)
-        for seq in stepping:
+        if isinstance(error, NoWindowRoom):
+            self._lanes.sharing.is_off = True
+            log.warning(
+                "%s: requests no longer share a beginning while they run: n_ctx is too small for as many "
+                "windows as n_seq_max; make it larger, or n_seq_max smaller",
+                self._model_id,
+            )
+        for seq in list(self._lanes.running.values()) if innocent else stepping:
             self._start_over(seq, innocent=innocent)
         for slot, seq in list(self._lanes.running.items()):
             if seq.cancelled:

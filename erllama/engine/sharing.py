@@ -40,6 +40,7 @@ class Sharing:
         self._put = put
         self._left: list[Resident] = []  # residents that ran a moment ago
         self._alike: dict[tuple[int, int], int] = {}  # common beginnings of running sequences, by arrival
+        self.is_off = False  # memory has shown that it has no room for what sharing needs
 
     def __repr__(self) -> str:
         return f"<Sharing among {len(self._running)} running, {len(self._residents)} residents>"
@@ -57,6 +58,8 @@ class Sharing:
         one leave, the next oldest goes on from where it was.
         """
         waiting: set[Sequence] = set()
+        if self.is_off:
+            return waiting
         filling = [s for s in self._running.values() if s.phase is Phase.PREFILL]
         self._take_over(filling, now)
         for seq in sorted(filling, key=lambda s: s.arrival):
@@ -115,7 +118,7 @@ class Sharing:
     def _leader(self, seq: Sequence) -> tuple[Sequence | None, int]:
         """The older running sequence that shares more of `seq` than it has itself, and how much."""
         best: tuple[Sequence | None, int] = (None, seq.n_kv)
-        if seq.options.cache == "off" or self._layout is None:
+        if self.is_off or seq.options.cache == "off" or self._layout is None:
             return best
         for other in self._running.values():
             if other.arrival > seq.arrival or other is seq or (n := self._n_alike(seq, other)) <= best[1]:

@@ -85,3 +85,27 @@ async def test_an_aborted_prefill_costs_the_next_request_nothing(tiny_gguf: Call
             await model.complete(prompt(3000), **GREEDY)
         assert (await model.complete(prompt(100, seed=3), **GREEDY)).finish_reason == "length"
         assert model.statistics().n_rebuilt == 0
+
+
+async def test_windows_that_do_not_fit_end_nobody(tiny_gguf: Callable[[str], Path]) -> None:
+    """More requests with one head than the ring has windows for: none fails, each answers as if alone."""
+    context = ContextOptions(n_ctx=512, n_batch=128, n_seq_max=16, n_threads=1)
+    prompts = [[*prompt(200), 20 + i, 21 + i] for i in range(16)]
+    async with erllama.open_engine() as engine:
+        model = await engine.load_model(tiny_gguf("window"), context=context, policy=POLICY)
+        alone = [await model.complete(p, **GREEDY, cache="off", logprobs=1) for p in prompts]
+        together: dict[int, erllama.Completion] = {}
+
+        async def ask(i: int) -> None:
+            together[i] = await model.complete(prompts[i], **GREEDY, logprobs=1)
+
+        for _ in range(2):  # the second time without sharing
+            async with trio.open_nursery() as nursery:
+                for i in range(len(prompts)):
+                    nursery.start_soon(ask, i)
+            for i, expected in enumerate(alone):
+                assert together[i].logprobs[0].logprob == pytest.approx(
+                    expected.logprobs[0].logprob, abs=0.02
+                )
+                assert together[i].generated[0] == expected.generated[0]
+        assert model.statistics().n_rebuilt == 1
