@@ -341,6 +341,7 @@ class Reasons:
         (
             *("oom", "timeout", "no_room", "wrong_loop", "no_pip", "no_index", "no_space", "wrong_hash"),
             *("empty_prefix", "busy", "no_gpu", "chat_not_supported", "peer_failed", "not_measured"),
+            *("previous_response_not_found",),
         )
     )
 

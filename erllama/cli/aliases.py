@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import signal
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import trio
 
@@ -29,7 +30,7 @@ async def reread_aliases(
 ) -> NoReturn:
     """With each SIGHUP, replace the aliases by those that `read` finds; requests in flight keep their model.
 
-    Nothing else takes effect, and the log says so where something else has changed. What is wrong with the
+    Nothing else takes effect, and the log names what else has changed. What is wrong with the
     file is logged, and the aliases stay. Cancellation: SIGHUP means again what it did before.
     """
     with trio.open_signal_receiver(signal.SIGHUP) as signals:
@@ -44,7 +45,22 @@ async def reread_aliases(
                 log.error("the aliases stay as they are: %s", why, exc_info=is_bug)
                 continue
             log.info("%d aliases read again", len(given.aliases))
-            if given.model_copy(update={"aliases": running.aliases}) != running:
+            if names := _changed(
+                running.model_dump(exclude={"aliases"}), given.model_dump(exclude={"aliases"})
+            ):
                 log.warning(
-                    "other settings have changed too; they take effect when the server is started again"
+                    "other settings have changed too; they take effect when the server is started again: %s",
+                    ", ".join(names),
                 )
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any], under: str = "") -> list[str]:
+    """Places of what differs: of tables what differs in them, and never the values, which may be keys."""
+    names: list[str] = []
+    for key in sorted({*before, *after}):
+        old, new = before.get(key), after.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            names += _changed(old, new, f"{under}{key}.")
+        elif old != new:
+            names.append(f"{under}{key}")
+    return names

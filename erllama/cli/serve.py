@@ -137,6 +137,8 @@ async def _serve(
         (address,) = await nursery.start(run)
         print(f"erllama serves on {address}", flush=True)
         print(f"models: {', '.join(spec.name for spec in models.specs())}", flush=True)
+        if (line := open_line(settings)) is not None:
+            print(line, flush=True)
         _settle()
 
 
@@ -144,6 +146,19 @@ def _settle() -> None:
     """What is there now stays: a full collection that looked at it would hold up every stream meanwhile."""
     gc.collect()
     gc.freeze()
+
+
+def open_line(settings: Settings) -> str | None:
+    """Which surfaces anybody may use; None where only this machine reaches them and none has keys."""
+    from erllama.server.host import is_local
+
+    keys = {name: getattr(settings.auth, name) for name in ("openai", "anthropic", "ollama")}
+    is_ours = is_local(settings.listen.host)
+    without = [name for name, given in keys.items() if not given]
+    if not without or (is_ours and not any(keys.values())):
+        return None
+    who = "every program on this machine" if is_ours else "everybody who reaches this port"
+    return f"open to {who}, for they have no keys in [auth]: {', '.join(without)}"
 
 
 async def _wait_for_signal(asked_to_end: trio.Event, *, task_status: trio.TaskStatus[None]) -> None:

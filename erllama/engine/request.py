@@ -14,7 +14,7 @@ import trio
 
 from erllama.backend import Guide
 from erllama.errors import ContextOverflow, InvalidContent, InvalidOption, NotSupported
-from erllama.types import Done, Event, Request
+from erllama.types import Done, Event, Request, Stats
 
 from .home import current_home, require_home
 from .purpose import Purpose
@@ -70,6 +70,12 @@ class EventStream:
 
     def __repr__(self) -> str:
         return f"<EventStream {self._seq!r}>"
+
+    def so_far(self) -> Stats:
+        """Its tokens as they are now, without times; `n_prompt`: those that memory holds or held."""
+        seq = self._seq
+        n_prompt = seq.n_prompt if seq.n_generated else max(seq.n_cached, min(seq.n_kv, seq.n_prompt))
+        return Stats(n_prompt=n_prompt, n_cached=seq.n_cached, n_generated=seq.n_generated)
 
     def cancel(self) -> None:
         """End the request now; `Done` follows with finish_reason "cancelled". Harmless when it is over."""

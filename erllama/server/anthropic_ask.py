@@ -54,7 +54,15 @@ def messages_ask(body: MessagesBody, limits: LimitsTable, session_id: str | None
         ),
         session_id=session_id or (body.metadata.user_id if body.metadata else None) or None,
         notes=ignored_note(_ignored(body)),
+        reasoning=_reasoning(body, thinking),
     )
+
+
+def _reasoning(body: MessagesBody, thinking: ThinkingOption) -> tuple[str, ...]:
+    """The fields that ask for it."""
+    effort = None if body.output_config is None else body.output_config.effort
+    asked = {"thinking": thinking.type != "disabled", "output_config.effort": effort is not None}
+    return tuple(name for name, is_asked in asked.items() if is_asked)
 
 
 def _no_threads() -> InvalidOption:

@@ -39,8 +39,11 @@ def make_app(service: Service) -> ASGIApp:
 def make_routes(service: Service) -> FastAPI:
     """The routes, with errors in each surface's shape."""
     app = FastAPI(title=TITLE, version=erllama.__version__, redoc_url=None)
+    app.state.paths = set()
     for routes in (health_routes, openai_routes, anthropic_routes, ollama_routes):
-        app.include_router(routes(service))
+        router = routes(service)
+        app.include_router(router)
+        app.state.paths |= {getattr(route, "path", "") for route in router.routes}
     app.openapi = lambda: openapi_of(app)  # type: ignore[method-assign]  # as FastAPI's documentation has it
     app.add_exception_handler(ErllamaError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -86,8 +89,17 @@ def _not_served(request: Request, failure: Exception) -> Response:
         if isinstance(failure.__cause__, ClientDisconnect):  # in the middle of it
             record_of(request.scope).error = CLIENT_LEFT
         return refused
-    error = RequestError(f"{failure.detail}: {request.method} {request.url.path}")
+    told = f"{failure.detail}: {request.method} {request.url.path}"
+    error = RequestError(told + (_hint(request) if failure.status_code == 404 else ""))
     error.http_status = failure.status_code
     refused = refusal(request.scope, error)
     refused.headers.update(failure.headers or {})  # 405 says what is allowed
     return refused
+
+
+def _hint(request: Request) -> str:
+    """The path that a client with another base URL would have asked for, if there is one."""
+    path = request.url.path
+    meant = (f"/v1{path}", f"/api{path}", path.removeprefix("/v1"), path.removeprefix("/api"))
+    found = next((each for each in meant if each in request.app.state.paths), None)
+    return "" if found is None else f"; is {found} meant? Then the client's base URL is wrong"

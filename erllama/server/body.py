@@ -71,6 +71,8 @@ def validation_error(failure: RequestValidationError) -> ErllamaError:
         return InvalidContent("the body is not JSON", detail={"key": "body"})
     if first["type"] == "extra_forbidden":
         return UnknownOption(f"unknown parameter: {key!r}", detail={"key": key})
+    if first["type"] == "missing" and not place:
+        return InvalidContent("the body is empty; send JSON", detail={"key": "body"})
     if first["type"] == "missing":
         return InvalidOption(f"missing parameter: {key!r}", reason="missing_option", detail={"key": key})
     return InvalidOption(f"{key}: {first['msg']}", detail={"key": key})

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from erllama import Completion, Event, Model
     from erllama.engine.request import EventStream
     from erllama.middleware import Middleware
+    from erllama.types import Stats
 
     from .metrics import Metrics, Op
     from .pool import Lease, Loading, Pool
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("erllama.server")
 END_SESSION_S = 5.0
 SLOW_ADMISSION_S = 1.0  # rendering and handing over: longer says that the machine is overloaded
+HELLO = ({"role": "user", "content": "Hello"},)
+MUCH_REASONING = {"enable_thinking": True, "reasoning_effort": "high"}
+LITTLE_REASONING = {"reasoning_effort": "low"}
 LONGEST_TOKEN = 16  # characters
 ROOM_FOR_ANSWER = 4  # a history that is cut leaves this part of the context to the answer, or max_tokens
 
@@ -73,6 +77,7 @@ class Ask:
     keep_alive_s: float | None = None
     may_cut: bool | None = None  # what is too long is cut; None: conversations are, if the settings say so
     notes: tuple[str, ...] = ()
+    reasoning: tuple[str, ...] = ()  # names of the fields that ask for it
 
 
 class Answer:
@@ -89,13 +94,16 @@ class Answer:
         n_dropped: int = 0,
         n_cut: int = 0,
         one_call: bool = False,
+        ignored: tuple[str, ...] = (),
     ) -> None:
         self.lease = lease
         self.session_id = session_id  # None where it runs without the one that was asked for
         self.n_dropped = n_dropped
         self.n_cut = n_cut
+        self.ignored = ignored  # names of fields without an effect on this model
         self._one_call = one_call
         self.completion: Completion | None = None
+        self.stats: Stats | None = None  # once its block is left, however that was
         self.signature = b""  # of the last thinking block
         self.n_reasoning = 0  # tokens whose text was thinking
         self._n_textless = 0  # tokens whose text has not been seen yet
@@ -124,6 +132,11 @@ class Answer:
         while self.completion is None:  # it is over, and all of its events are there
             self._ahead += await self._more()
         return self.completion.stats.n_prompt, self.completion.stats.n_cached
+
+    def count(self) -> Stats:
+        """The block is being left: what was computed, also for an answer that does not end."""
+        self.stats = self._events.so_far() if self.completion is None else self.completion.stats
+        return self.stats
 
     @property
     def is_over(self) -> bool:
@@ -202,7 +215,10 @@ class Answer:
     def overdue(self) -> EngineUnresponsive:
         """The limit that was reached."""
         return EngineUnresponsive(
-            f"the limit limits.{self._limit} was reached", detail={"limit": self._limit}
+            f"the limit limits.{self._limit} was reached",
+            # The answer took long, which says nothing of the engine.
+            reason="timeout" if self._limit == "total_s" else None,
+            detail={"limit": self._limit},
         )
 
 
@@ -226,6 +242,7 @@ class Generator:
         self._scopes: set[trio.CancelScope] = set()  # of answers in flight
         self._is_ending = False
         self._takes_late: WeakKeyDictionary[Model, bool] = WeakKeyDictionary()
+        self._reasons: WeakKeyDictionary[Model, bool] = WeakKeyDictionary()
 
     @asynccontextmanager
     async def answer(
@@ -278,7 +295,7 @@ class Generator:
             try:
                 yield answer
             finally:
-                self._metrics.ended(spec.name, answer.completion)
+                self._metrics.ended(spec.name, answer.count(), answer.completion)
                 if answer.completion is None and answer.session_id is not None:
                     with trio.move_on_after(END_SESSION_S, shield=True):
                         await lease.model.end_session(answer.session_id, salt=ask.salt)
@@ -338,6 +355,9 @@ class Generator:
                         ask, n_cut = await _cut(lease.model, ask, why)
             op: Op = "continue" if held and ask.session_id is not None else "infer"
             self._admitted(lease, op, trio.current_time() - started)
+            can_reason = not ask.reasoning or (
+                ask.messages is not None and await self._can_reason(lease.model)
+            )
             scope = trio.CancelScope()
             answer = Answer(
                 lease,
@@ -348,6 +368,7 @@ class Generator:
                 n_dropped=len(asked.messages or ()) - len(ask.messages or ()),
                 n_cut=n_cut,
                 one_call=ask.chat.get("parallel_tool_calls") is False,
+                ignored=() if can_reason else ask.reasoning,
             )
             with scope:
                 yield answer
@@ -366,6 +387,21 @@ class Generator:
                 taken = False
             self._takes_late[model] = taken
         return messages if taken else with_reminders(messages)
+
+    async def _can_reason(self, model: Model) -> bool:
+        """Whether the model's template has thinking, or shows in any way that it was asked for."""
+        found = self._reasons.get(model)
+        if found is None:
+            try:
+                much = await model.chat_apply(HELLO, template_kwargs=MUCH_REASONING)
+                less = await model.chat_apply(HELLO, reasoning="off", template_kwargs=LITTLE_REASONING)
+            except InvalidContent:  # it looks at how much is asked for
+                found = True
+            else:
+                has_marks = much.applied.supports_thinking or bool(much.applied.thinking_ends)
+                found = has_marks or much.prompt != less.prompt
+            self._reasons[model] = found
+        return found
 
     def _admitted(self, lease: Lease, op: Op, seconds: float) -> None:
         self._metrics.admitted(op, seconds)

@@ -17,11 +17,13 @@ LOCAL = "localhost"
 
 
 def is_meant(header: str | None, listen: ListenTable) -> bool:
-    """Whether a `Host` header names this server; without one, or where anybody may ask, it does."""
-    if header is None or not _is_local(listen.host):
+    """Whether a `Host` header names this server; without one it does, and where others may ask too and
+    no `hosts` are named.
+    """
+    if header is None or (not is_local(listen.host) and not listen.hosts):
         return True
     name = _name(header)
-    return _is_local(name) or name in {_name(host) for host in listen.hosts}
+    return is_local(name) or name in {_name(host) for host in listen.hosts}
 
 
 def _name(header: str) -> str:
@@ -32,7 +34,8 @@ def _name(header: str) -> str:
     return name.partition(":")[0] if name.count(":") == 1 else name
 
 
-def _is_local(name: str) -> bool:
+def is_local(name: str) -> bool:
+    """Whether a name or an address is of this machine only."""
     if name == LOCAL or name.endswith(f".{LOCAL}"):
         return True
     try:

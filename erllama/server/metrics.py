@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from erllama import Completion
     from erllama.middleware import Call, Next
     from erllama.runtime.cache import Cache
+    from erllama.types import Stats
 
     from .pool import Pool
-    from .record import Record
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Op = Literal["infer", "continue"]  # the latter: its session holds a sequence that it goes on from
@@ -48,7 +48,7 @@ class Metrics:
             "erllama_cache_hits", "Requests by how they were admitted", ("model", "kind"), registry=registry
         )
         self._cancelled = Counter(
-            "erllama_cancelled", "Answers whose client left", of_model, registry=registry
+            "erllama_cancelled", "Answers whose client left, or that failed", of_model, registry=registry
         )
         self._prefill = self._histogram("erllama_prefill_duration_seconds", "Computing the prompt")
         self._first = self._histogram("erllama_first_token_seconds", "Submission to the first token")
@@ -88,10 +88,10 @@ class Metrics:
 
     # --- what happened ---
 
-    def served(self, record: Record, path: str, seconds: float) -> None:
+    def served(self, surface: str, path: str, status: int, seconds: float) -> None:
         """A request is over. `path`: the route's, so that labels stay few."""
-        self._requests.labels(record.surface, path, str(record.status)).inc()
-        self._duration.labels(record.surface, path).observe(seconds)
+        self._requests.labels(surface, path, str(status)).inc()
+        self._duration.labels(surface, path).observe(seconds)
 
     async def watch_chat(self, call: Call, following: Next) -> Any:
         """Middleware of chats: how long they are rendered and read. Raises and cancels as they do."""
@@ -117,19 +117,18 @@ class Metrics:
         """An answer is being generated."""
         self._streams.labels(model).inc()
 
-    def ended(self, model: str, completion: Completion | None) -> None:
-        """It is over; without a completion its client left, or it failed."""
+    def ended(self, model: str, stats: Stats, completion: Completion | None) -> None:
+        """It is over; without a completion its client left, or it failed: what was computed still counts."""
         self._streams.labels(model).dec()
-        if completion is None:
-            self._cancelled.labels(model).inc()
-            return
-        stats = completion.stats
         for kind, n in (
             ("prompt", stats.n_prompt),
             ("cached", stats.n_cached),
             ("generated", stats.n_generated),
         ):
             self._tokens.labels(model, kind).inc(n)
+        if completion is None:
+            self._cancelled.labels(model).inc()
+            return
         self._hits.labels(model, completion.cache_hit_kind).inc()
         self._prefill.labels(model).observe(stats.prefill_s)
         self._first.labels(model).observe(stats.first_token_s)

@@ -34,7 +34,8 @@ access = logging.getLogger("erllama.access")
 log = logging.getLogger("erllama.server")
 
 LINGER_S = 5.0  # for what still comes of a body when its request has been answered
-OPEN_PATHS = ("/", "/health", "/health/ready", "/metrics", "/docs", "/openapi.json", "/api/version")
+OWN_PATHS = ("/health", "/health/ready", "/metrics", "/docs", "/openapi.json")  # of no dialect
+OPEN_PATHS = ("/", *OWN_PATHS, "/api/version")
 SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _numbers = itertools.count(1)
 
@@ -104,14 +105,18 @@ class Recorder:
             elif not is_complete:
                 raise  # the reply has begun; the server closes the connection
             # else a handler of the application has answered, and raised it again
+        except BaseException:  # cancelled, perhaps in a group: the server ends and does not wait for it
+            record.error = record.error or ShuttingDown.reason
+            raise
         finally:
             self._write(record, scope)
 
     def _write(self, record: Record, scope: Scope) -> None:
         seconds = time.monotonic() - record.started
         route = getattr(scope.get("route"), "path", "other")
-        self._metrics.served(record, route, seconds)
-        stats = None if record.completion is None else record.completion.stats
+        surface = "erllama" if route in OWN_PATHS else record.surface
+        self._metrics.served(surface, route, record.status, seconds)
+        stats = record.answer and record.answer.stats
         access.info(
             "%s %s %s %d %.3fs model=%s prompt=%s cached=%s generated=%s error=%s",
             record.request_id,
@@ -259,7 +264,9 @@ class Gate:
 
     def _refusal(self, scope: Scope, headers: Headers) -> ErllamaError | None:
         if not is_meant(headers.get("host"), self._listen):
-            error = RequestError("this server answers to the names of this machine only (listen.hosts)")
+            error = RequestError(
+                "this server does not answer to the name in Host: listen.hosts has those it does"
+            )
             error.http_status = 403
             return error
         if scope["path"] in OPEN_PATHS:

@@ -30,7 +30,7 @@ def generate_ask(body: GenerateBody, session_id: str | None) -> Ask:
     shared = _shared(body, session_id)
     plain = _plain(body, shared["generation"])
     if body.raw:
-        return Ask(**{**shared, "generation": plain.generation}, prompt=plain.prompt)
+        return Ask(**{**shared, "generation": plain.generation, "reasoning": ()}, prompt=plain.prompt)
     system = [{"role": "system", "content": body.system}] if body.system else []
     return Ask(
         **shared,
@@ -74,6 +74,7 @@ def _shared(body: Asked, session_id: str | None) -> dict[str, Any]:
         "keep_alive_s": seconds_of(body.keep_alive),
         "may_cut": body.truncate,
         "notes": ignored_note(extra),
+        "reasoning": ("think",) if body.think else (),
     }
 
 

@@ -58,7 +58,18 @@ def chat_ask(body: ChatBody, limits: LimitsTable, session_id: str | None) -> Ask
         session_id=session_id or body.prompt_cache_key,
         cache_key=body.prompt_cache_key,
         notes=ignored(body),
+        reasoning=_reasoning(body),
     )
+
+
+def _reasoning(body: ChatBody) -> tuple[str, ...]:
+    budget = () if body.thinking_budget_tokens is None else ("thinking_budget_tokens",)
+    return (*budget, *asks_to_reason("reasoning_effort", body.reasoning_effort))
+
+
+def asks_to_reason(name: str, effort: str | None) -> tuple[str, ...]:
+    """The name of the field if its effort is one."""
+    return () if effort is None or effort in NO_REASONING else (name,)
 
 
 def text_ask(body: TextBody, session_id: str | None) -> Ask:

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from erllama.errors import InvalidContent
+from erllama.errors import InvalidContent, InvalidOption
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -97,10 +97,14 @@ class Threads:
         self._n_bytes = 0
 
     def get(self, response_id: str | None, salt: bytes) -> Messages:
-        """The conversation so far; nothing where it is not kept any more."""
+        """The conversation so far, empty for None. Raises: `InvalidOption` (404) where it is not kept."""
+        if response_id is None:
+            return []
         self._forget()
-        thread = self._kept.get((salt, response_id or ""))
-        return [] if thread is None else list(thread.messages)
+        thread = self._kept.get((salt, response_id))
+        if thread is None:
+            raise _not_kept(response_id)
+        return list(thread.messages)
 
     def put(self, response_id: str, salt: bytes, messages: Messages) -> None:
         """Keep it."""
@@ -117,6 +121,17 @@ class Threads:
                 return
             self._kept.popitem(last=False)
             self._n_bytes -= oldest.n_bytes
+
+
+def _not_kept(response_id: str) -> InvalidOption:
+    error = InvalidOption(
+        f"there is no response {response_id[:128]!r}: it was not kept (store: false), is too old, is another "
+        "key's, or the server was restarted; send the whole conversation as input",
+        reason="previous_response_not_found",
+        detail={"key": "previous_response_id"},
+    )
+    error.http_status = 404
+    return error
 
 
 @dataclass(frozen=True, slots=True)

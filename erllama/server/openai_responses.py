@@ -10,7 +10,7 @@ from erllama.errors import Overloaded
 
 from .body import check_count, check_keys, given, ignored_note, refuse
 from .generation import Ask
-from .openai_ask import SCHEMA_KEYS, chat_options, check_format, obfuscation
+from .openai_ask import SCHEMA_KEYS, asks_to_reason, chat_options, check_format, obfuscation
 from .openai_body import MAX_TOKENS
 from .openai_chat import new_id
 from .openai_input import Threads as Threads
@@ -34,13 +34,14 @@ NO_EFFECT = (
 def responses_ask(
     body: ResponsesBody, limits: LimitsTable, threads: Threads, session_id: str | None, salt: bytes
 ) -> Ask:
-    """Raises: `InvalidOption`, `InvalidContent` for what cannot be honoured."""
+    """Raises: `InvalidOption`, `InvalidContent` for what cannot be honoured, or goes on from what is gone."""
     if body.background:
         raise refuse("background", "responses are computed while their client waits")
     check_count("input", body.input if isinstance(body.input, list) else None, limits.max_messages)
     check_count("tools", body.tools, limits.max_tools)
     said = [*threads.get(body.previous_response_id, salt), *messages_of(body.input)]
     check_count("input", said, limits.max_messages)
+    effort = None if body.reasoning is None else body.reasoning.effort
     head = [{"role": "system", "content": body.instructions}] if body.instructions else []
     return Ask(
         model=body.model,
@@ -50,7 +51,7 @@ def responses_ask(
             tool_choice=_choice(body.tool_choice),
             parallel=body.parallel_tool_calls,
             response_format=_format(body),
-            effort=None if body.reasoning is None else body.reasoning.effort,
+            effort=effort,
         ),
         generation=given(
             {
@@ -64,6 +65,7 @@ def responses_ask(
         cache_key=body.prompt_cache_key,
         may_cut=None if body.truncation is None else body.truncation == "auto",
         notes=ignored_note(_ignored(body)),
+        reasoning=asks_to_reason("reasoning.effort", effort),
     )
 
 

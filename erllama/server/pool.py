@@ -179,7 +179,7 @@ class Pool:
         depth = spec.table.queue_depth if spec.table.queue_depth is not None else self._settings.queue.depth
         if with_place and entry.n_in_line >= int(entry.lanes.total_tokens) + depth:
             raise QueueFull(
-                f"{entry.n_in_line} requests of {spec.name!r} run or wait already; try again later"
+                f"the line for {spec.name!r} is full, {entry.n_in_line} in it or running; try again later"
             )
         if keep_alive_s:  # said later than whoever let it go
             entry.is_let_go = False

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from erllama import Completion
 
     from .failures import Surface
+    from .generation import Answer
 
 KEY = "erllama.record"
 CLIENT_LEFT = "client_left"  # the error of a request that nobody waits for any more
@@ -29,7 +30,7 @@ class Record:
     model: str | None = None
     streamed: bool = False
     error: str | None = None
-    completion: Completion | None = None
+    answer: Answer | None = None  # which it got, or a part of it
     salt: bytes = b""  # whose it is
     headers: dict[str, str] = field(default_factory=dict)
 

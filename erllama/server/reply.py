@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 from erllama import Done
 
+from .body import ignored_note
 from .chunks import chunks_of
 from .failures import as_error, body_of, headers_of, status_of
 from .record import CLIENT_LEFT, cache_note, record_of
@@ -101,7 +102,6 @@ class _Wire:
         self._is_taken = False  # pings come from another task
         self._line = trio.lowlevel.ParkingLot()  # of those who wait for their turn
         self.started = False
-        self.told: frozenset[str] = frozenset()  # names of the headers that are out
         self.is_ending = False
         self._now = trio.lowlevel.current_clock().current_time  # asked for every token
         self.last = self._now()
@@ -113,7 +113,7 @@ class _Wire:
             await self._line.park()
         if self.started:
             return False
-        self.started, self.told = True, frozenset(headers)
+        self.started = True
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await self._sent(self._send({"type": "http.response.start", "status": status, "headers": raw}))
         return True
@@ -198,13 +198,13 @@ class AnswerReply(Response):
     async def _whole(self, wire: _Wire, scope: Scope, nursery: trio.Nursery) -> None:
         record = record_of(scope)
         async with self._generator.answer(self._ask) as answer:
+            record.answer = answer
             nursery.start_soon(answer.watch)
             while not answer.is_over:
                 await answer.batch()
         completion = answer.completion
         assert completion is not None, "an answer ends with its completion or an error"
-        record.completion = completion
-        record.note([f"x-erllama-cache: {cache_note(completion)}", *_cuts(answer)])
+        record.note([f"x-erllama-cache: {cache_note(completion)}", *_notes(answer)])
         body = json_bytes(self._translation.whole(answer, completion))
         await self._send_json(wire, scope, 200, body)
 
@@ -225,12 +225,12 @@ class AnswerReply(Response):
             nursery.start_soon(self._tell_of_load, wire, scope, loading)
 
         async with self._generator.answer(self._ask, on_loading=on_loading) as answer:
-            cuts = _cuts(answer)
-            record.note(cuts)
+            record.answer = answer
+            notes, is_late = _notes(answer), wire.started  # a load or a wait was told, so headers are out
+            record.note(notes)
             nursery.start_soon(answer.watch)
             await self._begin(wire, scope)
-            # Headers that were out already: a load or a wait was told.
-            late = [translation.remark(note) for note in cuts if note.partition(":")[0] not in wire.told]
+            late = [translation.remark(note) for note in notes if is_late]
             await _write(wire, b"".join(late) + await translation.begin(answer))
             while not answer.is_over:
                 frames = [
@@ -241,7 +241,6 @@ class AnswerReply(Response):
                 await _write(wire, b"".join(frames))
         completion = answer.completion
         assert completion is not None, "an answer ends with its completion or an error"
-        record.completion = completion
         note = translation.remark(f"x-erllama-cache: {cache_note(completion)}")
         await wire.write(note + translation.end(answer, completion), more=False)
 
@@ -292,10 +291,11 @@ def _stable(ask: Ask) -> Ask:
     return dataclasses.replace(ask, messages=messages, notes=(*ask.notes, *notes))
 
 
-def _cuts(answer: Answer) -> list[str]:
-    """What of the prompt was left out."""
+def _notes(answer: Answer) -> list[str]:
+    """What of the prompt was left out, and which fields this model has no use for."""
     counts = {"dropped-messages": answer.n_dropped, "cut-tokens": answer.n_cut}
-    return [f"x-erllama-{name}: {n}" for name, n in counts.items() if n]
+    cuts = (f"x-erllama-{name}: {n}" for name, n in counts.items() if n)
+    return [*cuts, *ignored_note(answer.ignored)]
 
 
 async def _write(wire: _Wire, data: bytes) -> None:

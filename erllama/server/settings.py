@@ -221,10 +221,36 @@ def check_name(name: str) -> str:
     return name
 
 
+# What pydantic complains about, as a file has it.
+EXPECTED = {
+    "string_type": "a text",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "mapping_type": "a table",
+    "dict_type": "a table",
+    "model_type": "a table",
+}
+
+
+def _complaint(kind: str, place: tuple[int | str, ...], message: str) -> str:
+    if kind == "extra_forbidden":
+        return "there is no such setting"
+    if kind == "tuple_type":
+        return f"expected a list of {'whole numbers' if place[-1] == 'embedding_dimensions' else 'texts'}"
+    if kind in EXPECTED:
+        return f"expected {EXPECTED[kind]}"
+    return message.removeprefix("Input ")
+
+
 def _invalid(why: ValidationError) -> InvalidConfig:
     first = why.errors(include_url=False, include_context=False)[0]
     key = ".".join(map(str, first["loc"]))
-    message = "there is no such setting" if first["type"] == "extra_forbidden" else first["msg"]
+    message = _complaint(first["type"], first["loc"], first["msg"])
     is_secret = first["loc"][:1] == ("auth",)  # and errors are logged
     return InvalidConfig(
         f"{key}: {message}", detail={"key": key} if is_secret else {"key": key, "value": first["input"]}

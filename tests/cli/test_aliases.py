@@ -35,7 +35,12 @@ async def test_wrong_files_change_nothing(caplog: pytest.LogCaptureFixture) -> N
         {"aliases": {"fast": "nobody"}},
         {"aliases": {"a": "b"}},
         {"aliases": {"b": "a"}, "models": {"a": MODELS["a"]}},  # gone from the file, but it still runs
-        {"aliases": {"fast": "b"}, "keep_alive_s": 7.0},
+        {
+            "aliases": {"fast": "b"},
+            "keep_alive_s": 7.0,
+            "auth": {"openai": ["secret"]},
+            "models": MODELS | {"b": {**MODELS["b"], "exact": "cold"}},
+        },
         {"aliases": {}},
     ]
     n_read = 0
@@ -62,7 +67,11 @@ async def test_wrong_files_change_nothing(caplog: pytest.LogCaptureFixture) -> N
             assert models.resolve("b").name == "b"
         await hang_up()
         assert models.resolve("fast").name == "b"
-        assert "take effect when the server is started again" in caplog.records[-1].getMessage()
+        assert (
+            caplog.records[-1]
+            .getMessage()
+            .endswith("started again: auth.openai, keep_alive_s, models.b.exact")
+        )
         await hang_up()
         assert caplog.records[-1].getMessage() == "0 aliases read again"
         with pytest.raises(ModelNotFound):

@@ -132,6 +132,32 @@ def test_a_template_is_of_models_given_with_it(settings, tmp_path):
         settings("", "--chat-template", "DIR/none")
 
 
+@pytest.mark.parametrize(
+    ("host", "keys", "told"),
+    [
+        ("127.0.0.1", (), None),
+        (
+            "127.0.0.1",
+            ("openai",),
+            "every program on this machine, for they have no keys in [auth]: anthropic, ollama",
+        ),
+        (
+            "0.0.0.0",
+            (),
+            "everybody who reaches this port, for they have no keys in [auth]: openai, anthropic, ollama",
+        ),
+        ("0.0.0.0", ("anthropic",), "openai, ollama"),
+        ("::", ("anthropic", "openai"), "everybody"),
+        ("0.0.0.0", ("anthropic", "openai", "ollama"), None),
+    ],
+)
+def test_surfaces_that_are_open_are_named(settings, host, keys, told):
+    """A line at the start, where others reach them or somebody has thought of keys."""
+    table = "".join(f'{name} = ["k"]\n' for name in keys)
+    line = serve.open_line(settings(f"[auth]\n{table}", "--host", host))
+    assert line is None if told is None else told in line
+
+
 def test_what_is_there_at_the_start_is_not_collected_again():
     """A full collection that looks at all of it holds up every stream meanwhile."""
     before = gc.get_freeze_count()

@@ -450,3 +450,42 @@ async def test_only_names_of_this_machine_are_answered():
         ):
             reply = await scene.client.get("/v1/models", headers={"host": host})
             assert reply.status_code == status, host
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/api/chat"])
+async def test_an_empty_body_is_told(path):
+    """Not as a parameter by the name of body."""
+    async with serving() as scene:
+        reply = await scene.client.post(path)
+        assert reply.status_code == 400
+        assert "the body is empty; send JSON" in reply.text
+
+
+async def test_a_wrong_method_or_base_url_is_told():
+    """405 with what is allowed; 404 with the path that was probably meant."""
+    async with serving() as scene:
+        reply = await scene.client.get(CHAT)
+        assert (reply.status_code, reply.headers["allow"]) == (405, "POST")
+        for path, meant in (
+            ("/chat/completions", CHAT),
+            ("/v1/v1/messages", "/v1/messages"),
+            ("/v1/api/chat", "/api/chat"),
+            ("/chat", "/api/chat"),
+            ("/nowhere", None),
+        ):
+            reply = await scene.client.post(path, json={})
+            assert reply.status_code == 404, path
+            told = reply.json()["error"]["message"]
+            assert ("meant" in told) == (meant is not None)
+            assert meant is None or f"; is {meant} meant?" in told
+
+
+async def test_health_is_of_no_dialect():
+    """In the metrics, unlike what clients ask."""
+    async with serving() as scene:
+        for path in ("/health", "/v1/models"):
+            await scene.client.get(path)
+        await until(lambda: b'path="/v1/models"' in scene.service.metrics.text())
+        text = (await scene.client.get("/metrics")).text
+        for path, surface in (("/health", "erllama"), ("/v1/models", "openai")):
+            assert f'erllama_requests_total{{path="{path}",status="200",surface="{surface}"}} 1.0' in text

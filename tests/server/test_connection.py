@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from functools import partial
 from typing import Any
 
+import httpx
 import pytest
 import trio
 from hypercorn.events import RawData
@@ -16,7 +18,7 @@ from runtime.chat_scenes import ScriptedChat
 from erllama.server.listener import Connection
 from erllama.server.serving import listener_config
 from erllama.server.settings import make_settings
-from server.scenes import chat_body, serving, until
+from server.scenes import Scene, chat_body, serving, until
 
 CHAT = "/v1/chat/completions"
 
@@ -111,6 +113,55 @@ async def test_the_log_tells_that_a_client_left(caplog: pytest.LogCaptureFixture
                 nursery.cancel_scope.cancel()
             await until(lambda path=route: any(path in record.getMessage() for record in caplog.records))
             assert caplog.records[-1].getMessage().endswith("error=client_left")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_was_computed_for_nobody_counts(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """An answer that does not end, its client gone or its time over, in the metrics and in the log."""
+    slow = partial(ScriptedChat, says="word " * 400, threaded=True, step_delay_s=0.01)
+    caplog.set_level("INFO", "erllama.access")
+    for limits in ({}, {"total_s": 0.4}):
+        caplog.clear()
+        async with serving(slow, limits=limits) as scene:
+            async with trio.open_nursery() as nursery:
+                body = chat_body(stream=stream, max_tokens=2000)
+                nursery.start_soon(partial(scene.client.post, CHAT, json=body))
+                await until(lambda: n_generated(scene) > 3)
+                if not limits:
+                    nursery.cancel_scope.cancel()
+            await until(lambda: any(CHAT in record.getMessage() for record in caplog.records))
+            told = dict(part.split("=") for part in caplog.records[-1].getMessage().split() if "=" in part)
+            assert told["error"] == ("timeout" if limits else "client_left")
+            assert int(told["prompt"]) > 10
+            assert (int(told["generated"]) > 3, told["cached"]) == (True, "0")
+            text = (await scene.client.get("/metrics")).text
+            for kind in ("prompt", "cached", "generated"):
+                assert f'erllama_tokens_total{{kind="{kind}",model="fake"}} {told[kind]}.0' in text
+            assert 'erllama_cancelled_total{model="fake"} 1.0' in text
+
+
+def n_generated(scene: Scene) -> int:
+    """By the requests that run now."""
+    models = [entry.model for entry in scene.pool.all_entries() if entry.model is not None]
+    return sum(request.n_generated for model in models for request in model.requests())
+
+
+async def test_the_log_tells_what_a_server_that_ends_at_once_cut_off(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As a second Ctrl-C does: everything is cancelled."""
+    slow = partial(ScriptedChat, says="word " * 400, threaded=True, step_delay_s=0.01)
+    caplog.set_level("INFO", "erllama.access")
+
+    async def ask(url: str) -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            with contextlib.suppress(httpx.HTTPError):
+                await client.post(CHAT, json=chat_body(max_tokens=2000))
+
+    async with trio.open_nursery() as nursery, serving(slow) as scene:
+        nursery.start_soon(ask, scene.url)
+        await until(lambda: n_generated(scene) > 3)
+    assert caplog.records[-1].getMessage().endswith("error=shutting_down")
 
 
 async def test_the_log_tells_that_a_client_left_within_its_body(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
+import trio
 from runtime.chat_scenes import ScriptedChat
 
 from server.scenes import serving
@@ -154,6 +156,53 @@ async def test_what_has_no_effect_is_named(path, more, name):
         await scene.client.post("/api/generate", json={"model": "fake"})
         reply = await scene.client.post(path, json=BODIES[path] | more)
         assert (reply.status_code, reply.headers["x-erllama-ignored"]) == (200, name), reply.text
+
+
+REASONING = [
+    (CHAT, {"reasoning_effort": "high"}, "reasoning_effort"),
+    (CHAT, {"thinking_budget_tokens": 9, "user": "me"}, "user, thinking_budget_tokens"),
+    (RESPONSES, {"reasoning": {"effort": "high"}}, "reasoning.effort"),
+    (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking"),
+    (MESSAGES, {"output_config": {"effort": "low"}}, "output_config.effort"),
+    ("/api/chat", {"think": True}, "think"),
+    ("/api/chat", {"think": "high"}, "think"),
+    ("/api/generate", {"think": True, "raw": False}, "think"),
+]
+NO_REASONING = [
+    (CHAT, {"reasoning_effort": "none"}),
+    (RESPONSES, {"reasoning": {"effort": "none"}}),
+    (MESSAGES, {"thinking": {"type": "disabled"}}),
+    ("/api/chat", {"think": False}),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_reasoning_asked_of_a_model_that_cannot_is_named(stream):
+    """Where the template has no thinking; one that shows the effort alone has it."""
+    for template, thinks in (
+        ("Qwen-Qwen3-0.6B", True),
+        ("upstage-Solar-Open-100B", True),
+        ("Qwen-Qwen2.5-7B-Instruct", False),
+    ):
+        async with serving(partial(ScriptedChat, template=template)) as scene:
+            await scene.client.post("/api/generate", json={"model": "fake"})  # loads it
+            for path, more, names in [*REASONING, *((*each, None) for each in NO_REASONING)]:
+                reply = await scene.client.post(path, json=BODIES[path] | more | {"stream": stream})
+                told = reply.headers.get("x-erllama-ignored")
+                wanted = names if not thinks else ("user" if "user" in more else None)
+                assert (reply.status_code, told) == (200, wanted), (template, path, more, reply.text)
+
+
+async def test_a_stream_whose_headers_are_out_is_told_too():
+    """In a comment, also where the headers named other fields."""
+    async with serving(partial(ScriptedChat, template="Qwen-Qwen2.5-7B-Instruct")) as scene:
+        scene.hold_load = trio.Event()
+        more = {"user": "me", "reasoning_effort": "high", "stream": True}
+        async with scene.client.stream("POST", CHAT, json=BODIES[CHAT] | more) as reply:
+            assert reply.headers["x-erllama-ignored"] == "user"
+            scene.hold_load.set()
+            text = "".join([part async for part in reply.aiter_text()])
+        assert ": x-erllama-ignored: reasoning_effort\n\n" in text
 
 
 async def test_what_is_honoured_is_not_named():

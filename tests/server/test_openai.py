@@ -117,12 +117,14 @@ def test_text_completions_continue_the_prompt(client):
 
 
 def test_responses_go_on_from_each_other(client):
-    """The next response knows what was said; an id that is not kept is no error."""
+    """The next response knows what was said; an id that is not kept is an error."""
     options = {"model": "smol", "max_output_tokens": 12, "temperature": 0}
     first = client.responses.create(input="My name is Ada. Say hello.", **options)
     assert first.status in ("completed", "incomplete")
     second = client.responses.create(input="And now?", previous_response_id=first.id, **options)
-    alone = client.responses.create(input="And now?", previous_response_id="resp_gone", **options)
+    alone = client.responses.create(input="And now?", **options)
+    with pytest.raises(openai.NotFoundError, match="resp_gone"):
+        client.responses.create(input="And now?", previous_response_id="resp_gone", **options)
     assert second.usage.input_tokens > alone.usage.input_tokens + first.usage.input_tokens - 20
     assert second.usage.input_tokens_details.cached_tokens > 0
 

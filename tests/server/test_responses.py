@@ -11,7 +11,7 @@ import pytest
 import trio
 from runtime.chat_scenes import ScriptedChat
 
-from erllama.errors import InvalidContent, LoadFailed, QueueFull
+from erllama.errors import InvalidContent, InvalidOption, LoadFailed, QueueFull
 from erllama.server.openai_input import TTL_S, Threads, size_of
 from server.scenes import serving, sse_events
 
@@ -95,14 +95,28 @@ async def test_system_items_stay_and_instructions_do_not():
 
 
 async def test_a_conversation_is_its_keys_alone():
-    """Another API key that knows the id gets nothing of it; the first one goes on."""
+    """Another API key that knows the id gets 404 as if it did not exist; the first one goes on."""
     async with serving(auth=KEYS) as scene:
         one, two = ({"authorization": f"Bearer {key}"} for key in KEYS["openai"])
         first = await scene.client.post(RESPONSES, json=body("My secret"), headers=one)
         again = body("And?", previous_response_id=first.json()["id"])
-        for headers in (two, one):
-            assert (await scene.client.post(RESPONSES, json=again, headers=headers)).status_code == 200
-        assert ["My secret" in p for p in scene.backends["fake"].prompts] == [True, False, True]
+        for headers, status in ((two, 404), (one, 200)):
+            assert (await scene.client.post(RESPONSES, json=again, headers=headers)).status_code == status
+        assert ["My secret" in p for p in scene.backends["fake"].prompts] == [True, True]
+
+
+async def test_a_response_that_is_not_kept_is_told():
+    """In OpenAI's shape: one that never was, one that was not to be kept; before anything else is wrong."""
+    orphan = [{"type": "function_call_output", "call_id": "c", "output": "x"}]
+    async with serving() as scene:
+        unkept = (await scene.client.post(RESPONSES, json=body("Hi", store=False))).json()["id"]
+        for asked, response_id in ((orphan, "resp_invented"), ("And?", unkept), ("And?", "")):
+            reply = await scene.client.post(RESPONSES, json=body(asked, previous_response_id=response_id))
+            error = reply.json()["error"]
+            assert reply.status_code == 404
+            assert error["code"] == "previous_response_not_found"
+            assert (error["type"], error["param"]) == ("invalid_request_error", "previous_response_id")
+        assert len(scene.backends["fake"].prompts) == 1
 
 
 def test_conversations_are_kept_for_a_time_and_within_a_size():
@@ -113,21 +127,28 @@ def test_conversations_are_kept_for_a_time_and_within_a_size():
     for name in "abc":
         threads.put(name, b"", said)
         now += 1
-    assert [threads.get(name, b"") for name in "abc"] == [[], said, said]
+    assert [kept(threads, name) for name in "abc"] == [None, said, said]
     now = TTL_S + 1.5
-    assert [threads.get(name, b"") for name in "bc"] == [[], said]
+    assert [kept(threads, name) for name in "bc"] == [None, said]
     threads.put("d", b"", [{"role": "user", "content": "x" * 9000}])
-    assert [threads.get(name, b"") for name in "cd"] == [[], []]
+    assert [kept(threads, name) for name in "cd"] == [None, None]
     threads.put("e", b"", said)
-    assert threads.get("e", b"") == said
+    assert kept(threads, "e") == said
+
+
+def kept(threads: Threads, name: str) -> list[dict[str, Any]] | None:
+    try:
+        return threads.get(name, b"")
+    except InvalidOption:
+        return None
 
 
 async def test_the_settings_say_how_much_is_kept():
-    """With no room the next turn begins anew."""
+    """With no room there is nothing to go on from."""
     async with serving(limits={"max_kept_conversations_bytes": 0}) as scene:
         first = await scene.client.post(RESPONSES, json=body("My word"))
-        await scene.client.post(RESPONSES, json=body("And?", previous_response_id=first.json()["id"]))
-        assert "My word" not in scene.backends["fake"].prompts[1]
+        again = body("And?", previous_response_id=first.json()["id"])
+        assert (await scene.client.post(RESPONSES, json=again)).status_code == 404
 
 
 @pytest.mark.parametrize(

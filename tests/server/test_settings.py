@@ -38,3 +38,27 @@ def test_a_mistyped_key_is_in_no_error() -> None:
     with pytest.raises(InvalidConfig) as refused:
         make_settings({"queue": {"depth": -1}})
     assert refused.value.detail == {"key": "queue.depth", "value": -1}
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"auth": {"openai": "hunter2"}}, "auth.openai: expected a list of texts"),
+        ({"auth": {"openai": [7]}}, "auth.openai.0: expected a text"),
+        (
+            {"models": {"a": {"embedding_dimensions": 3}}},
+            "models.a.embedding_dimensions: expected a list of whole numbers",
+        ),
+        ({"listen": {"port": "x"}}, "listen.port: expected a whole number"),
+        ({"limits": {"total_s": "long"}}, "limits.total_s: expected a number"),
+        ({"limits": {"total_s": 0}}, "limits.total_s: should be greater than 0"),
+        ({"fit_history": "perhaps"}, "fit_history: expected true or false"),
+        ({"auth": 3}, "auth: expected a table"),
+        ({"models": 3}, "models: expected a table"),
+    ],
+)
+def test_complaints_are_in_words_of_the_file(values, told):
+    """Not in those of the library that checks it; a key is not repeated."""
+    with pytest.raises(InvalidConfig) as caught:
+        make_settings(values)
+    assert str(caught.value) == told
