@@ -69,7 +69,7 @@ async def test_the_server_ends_with_the_block(tmp_path):
         ours = psutil.Process().children(recursive=True)
     assert not listens(port)
     with trio.fail_after(10):  # a grandchild notices a moment later
-        while any(map(still_runs, ours)):
+        while any(map(still_runs, ours)):  # noqa: ASYNC110  # no process tells of its end
             await trio.sleep(0.01)
 
 

@@ -30,7 +30,7 @@ BELOW = tuple(str(Path(package.__file__).parent) for package in (hypercorn, h11)
 OURS = str(Path(erllama.server.__file__).parent)
 MAKE = partial(ScriptedChat, says="word " * 200, threaded=True, step_delay_s=0.001)
 MOST = {"/v1/chat/completions": 12, "/v1/completions": 12, "/v1/messages": 14, "/api/chat": 15}
-SLACK = 0.5  # a busy machine's stream takes seconds, and tasks that look after it wake up meanwhile
+SLACK = 1.5  # a busy machine's stream takes seconds, and tasks that look after it wake up meanwhile
 BODIES = {
     "/v1/chat/completions": chat_body(stream=True),
     "/v1/completions": {"model": "fake", "prompt": "x", "stream": True},
@@ -97,7 +97,7 @@ async def test_a_token_takes_few_calls(path: str, short: bool) -> None:
         calls, many = await streamed(scene, path, 220, short=short)
         assert 0 < (calls["ours"] - few_calls["ours"]) / 200 <= MOST[path] + (0 if short else 2) + SLACK
         assert (calls["web"] - few_calls["web"]) / 200 <= (0 if short else 4) + SLACK  # what sends
-        assert len(many) - len(few) <= 200
+        assert len(many) - len(few) <= 220  # where fewer have gone together, or a ping came
 
 
 async def test_nobody_but_us_is_called_for_a_token() -> None:
