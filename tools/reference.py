@@ -157,6 +157,7 @@ def error_table() -> str:
         lines += [
             f"| `{kind.__name__}` | `{kind.reason}` | {kind.http_status} | {_first(kind)} |"
             for kind in sorted(branch.__subclasses__(), key=lambda kind: kind.__name__)
+            if kind.__module__ == errors.__name__  # others are told apart inside only
         ]
     return "\n".join([*lines, ""])
 
