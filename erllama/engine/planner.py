@@ -10,7 +10,9 @@ decodes a step may have `lone_chunk`, of one prompt or several: larger steps are
 Rule 3: a step never needs more cells than are free, nor more tokens than `n_batch`.
 Rule 4: no piece reaches across a multiple of `boundary`, where memory has something that only exists there.
 Rule 5: pieces end at multiples of `PIECE` where they can, because pieces of at least 64 rows use the
-same attention kernel: the same cuts give the same bits.
+same attention kernel: the same cuts give the same bits. Beside rows that decode, and without a `boundary`,
+it is the step that has a multiple of `PIECE` rows: attention works in tiles of so many, and a tile with one
+row reads all of the context, as a full one does.
 """
 
 from __future__ import annotations
@@ -121,15 +123,18 @@ def plan_step(ready: Sequence[Plannable], limits: Limits) -> list[Share]:
             chunk = limits.lone_chunk
     budget = min(room, budget)
     can_be_whole = min(limits.n_batch - len(shares), chunk) >= PIECE
+    n_rows = len(shares)  # that decode, and what comes beside them
     for s in filling:
         most = min(chunk, budget)
         end = s.n_tokens - 1
         if limits.boundary is not None:
             end = min(end, s.n_kv - s.n_kv % limits.boundary + limits.boundary)
-        n = _piece(s.n_kv, end, most, whole_only=can_be_whole and bool(shares))
+        from_ = n_rows if n_rows and limits.boundary is None else s.n_kv
+        n = _piece(from_, from_ + end - s.n_kv, most, whole_only=can_be_whole and bool(shares))
         if n:
             shares.append(Share(s.slot, s.n_kv, n, False))
             budget -= n
+            n_rows += n if n_rows else 0
     return sorted(shares, key=BY_SLOT)
 
 
