@@ -129,8 +129,11 @@ def plan_step(ready: Sequence[Plannable], limits: Limits) -> list[Share]:
         end = s.n_tokens - 1
         if limits.boundary is not None:
             end = min(end, s.n_kv - s.n_kv % limits.boundary + limits.boundary)
-        from_ = n_rows if n_rows and limits.boundary is None else s.n_kv
-        n = _piece(from_, from_ + end - s.n_kv, most, whole_only=can_be_whole and bool(shares))
+        whole_only, n = can_be_whole and bool(shares), 0
+        if n_rows and limits.boundary is None:
+            n = _piece(n_rows, n_rows + end - s.n_kv, most, whole_only=whole_only)
+        if n <= most // 2:  # too little for the sake of one tile
+            n = _piece(s.n_kv, end, most, whole_only=whole_only)
         if n:
             shares.append(Share(s.slot, s.n_kv, n, False))
             budget -= n

@@ -95,14 +95,26 @@ def test_every_decoder_gets_its_row(ready: list[Lane], limit: Limits):
     assert {s.slot for s in shares if s.sampled} == {lane.slot for lane in ready if lane.decodes}
 
 
+def cut_pieces(ready: list[Lane], shares: list[Share]) -> list[tuple[Share, bool]]:
+    """Pieces that do not reach their prompt's end, and whether they end where they should.
+
+    That is at a multiple of 64; beside decoders it may be where the rows of the step are one.
+    """
+    lane_of = {lane.slot: lane for lane in ready}
+    n_rows = n_decode = sum(s.sampled for s in shares)
+    cut = []
+    for share in sorted((s for s in shares if not s.sampled), key=lambda s: lane_of[s.slot].arrival):
+        n_rows, end = n_rows + share.n, share.start + share.n
+        if end != lane_of[share.slot].n_tokens - 1:
+            cut.append((share, end % PIECE == 0 or (n_decode > 0 and n_rows % PIECE == 0)))
+    return cut
+
+
 @given(lanes(), LIMITS)
 def test_pieces_end_at_multiples_of_64(ready: list[Lane], limit: Limits):
-    """A piece ends at a multiple of 64 or at the prompt's end, unless the limits are below one piece."""
-    for share in plan_step(ready, limit):
-        lane = next(lane for lane in ready if lane.slot == share.slot)
-        end = share.start + share.n
-        if not share.sampled and end != lane.n_tokens - 1 and end % PIECE:
-            assert share.n < PIECE
+    """A piece ends at a multiple of 64, or the step's rows do, unless the limits are below one piece."""
+    for share, ends_well in cut_pieces(ready, plan_step(ready, limit)):
+        assert ends_well or share.n < PIECE
 
 
 @given(lanes(), LIMITS)
@@ -114,10 +126,7 @@ def test_mixed_steps_hold_no_small_pieces(ready: list[Lane], limit: Limits):
         return
     if not n_decode:
         shares = [s for s in shares if s.slot != min(ready, key=lambda lane: lane.arrival).slot]
-    for share in shares:
-        lane = next(lane for lane in ready if lane.slot == share.slot)
-        end = share.start + share.n
-        assert share.sampled or end == lane.n_tokens - 1 or end % PIECE == 0
+    assert all(ends_well for _, ends_well in cut_pieces(ready, shares))
 
 
 @given(lanes(most=5), LIMITS)
@@ -164,8 +173,27 @@ def test_without_a_chunk_limit_the_first_piece_is_the_batch():
 
 def test_a_decoder_yields_in_every_step_of_a_long_prefill():
     """G16: 8,000 tokens beside a decoder that gets a row in each step; the prompt uses what is left."""
-    assert prefill(8000, limits(), Lane(0, 9, 10, 0)) == [128] * 62 + [63]
-    assert prefill(1000, limits(prefill_chunk=512), Lane(0, 9, 10, 0)) == [448, 512 - 64, 103]
+    assert prefill(8000, limits(), Lane(0, 9, 10, 0)) == [127] * 62 + [125]
+    assert prefill(1000, limits(prefill_chunk=512), Lane(0, 9, 10, 0)) == [511, 488]
+
+
+def test_a_step_beside_streams_has_whole_tiles_of_rows():
+    """Attention reads the whole context for a tile of 64 rows, full or not: with 65 rows, twice."""
+    for n_streams in (1, 5, 30, 70):
+        ready = [Lane(i, 4, 5, i) for i in range(n_streams)]
+        ready += [Lane(100, 0, 3000, 100), Lane(101, 17, 3000, 101)]
+        for budget in (PIECE, 128, 1000):
+            shares = plan_step(ready, limits(prefill_budget=budget))
+            assert sum(s.n for s in shares) % PIECE == 0
+            assert sum(s.n for s in shares) > n_streams
+    ready = [*(Lane(i, 4, 5, i) for i in range(63)), Lane(100, 0, 3000, 100)]
+    assert plan_step(ready, limits(prefill_budget=PIECE))[-1].n == PIECE  # rather than one
+
+
+def test_where_pieces_must_end_at_blocks_they_do_beside_streams_too():
+    """With a `boundary`, many odd pieces before it would leave small ones."""
+    limit = replace(limits(prefill_budget=128), boundary=256)
+    assert prefill(520, limit, Lane(0, 9, 10, 0)) == [128, 128, 128, 128, 7]
 
 
 def test_a_batch_below_one_piece_still_lets_a_prompt_in():
@@ -194,7 +222,7 @@ def test_the_time_target_binds_only_who_is_not_alone():
     limit = limits(prefill_chunk=math.inf, prefill_budget=PIECE)
     assert plan_step([Lane(1, 0, 301, 1)], limit) == [Share(1, 0, 300, False)]
     beside = [Lane(0, 4, 5, 0), Lane(1, 0, 301, 1)]
-    assert plan_step(beside, limit) == [Share(0, 4, 1, True), Share(1, 0, 64, False)]
+    assert plan_step(beside, limit) == [Share(0, 4, 1, True), Share(1, 0, 63, False)]
 
 
 def test_pieces_are_larger_where_nobody_decodes():
@@ -202,7 +230,7 @@ def test_pieces_are_larger_where_nobody_decodes():
     default = Chunks.of(None, 512)
     limit = limits(prefill_chunk=default.beside, lone_chunk=default.alone, prefill_budget=PIECE)
     assert prefill(1000, limit) == [256] * 3 + [231]
-    assert plan_step([Lane(1, 0, 301, 1), Lane(0, 4, 5, 0)], limit)[1] == Share(1, 0, 64, False)
+    assert plan_step([Lane(1, 0, 301, 1), Lane(0, 4, 5, 0)], limit)[1] == Share(1, 0, 63, False)
     together = plan_step([Lane(1, 0, 301, 1), Lane(0, 0, 500, 0)], limit)
     assert together == [Share(0, 0, 128, False), Share(1, 0, 128, False)]
 
