@@ -64,7 +64,7 @@ async def test_a_mixed_step_is_one_call():
         mixed = [
             [len(row.tokens) for row in step.rows] for step in bench.backend.steps if len(step.rows) == 3
         ]
-    assert mixed[:4] == [[1, 1, 128], [1, 1, 128], [1, 1, 43], [1, 1, 1]]
+    assert mixed[:4] == [[1, 1, 126], [1, 1, 126], [1, 1, 47], [1, 1, 1]]
 
 
 async def test_as_many_rows_as_slots():

@@ -299,7 +299,7 @@ async def test_a_shared_session_stays_with_its_first_turn(monkeypatch):
         first = partial(scene.client.post, CHAT, json=chat_body(max_tokens=40), headers=header)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(first)
-            await until(lambda: scene.entry().n_running == 1)
+            await until(lambda: model.statistics().n_decoding == 1)  # it has its session
             with trio.move_on_after(0.3):
                 await scene.client.post(CHAT, json=chat_body("other", max_tokens=400), headers=header)
         await scene.wait_idle()

@@ -84,7 +84,7 @@ async def test_users_may_use_the_same_session_id() -> None:
 
         await cached(scene, "one")  # the model is loaded
         nursery.start_soon(ask, "one", 180)
-        await until(lambda: scene.entry().n_running == 1)
+        await until(lambda: scene.entry().model.statistics().n_decoding == 1)  # it has its session
         assert await ask("one", 1) == 503
         assert await ask("two", 1) == 200
         actor = scene.entry().model.handle.actor
