@@ -297,11 +297,10 @@ class Lanes:
         return best
 
     def _givers(self) -> list[Resident | Sequence]:
-        """Who can give of what it holds; where nothing can be shared, who can be gone on from."""
+        """Who can give of what it holds; where nothing can be shared, who can be gone on from by anybody."""
         if not self.sharing.is_off:
             return self._holders()
-        waiting = sessions_waiting(self.waiting)
-        return [r for r in self.residents.values() if not self.reading[r.slot] and r.session not in waiting]
+        return [r for r in self.residents.values() if not self.reading[r.slot] and r.session is None]
 
     def _take_slot(self, source: Resident | Sequence | None) -> int | None:
         """An empty slot, else the least worthy resident's; the source's own is given as it is."""

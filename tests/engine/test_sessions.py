@@ -241,3 +241,16 @@ def test_forgetting_a_session():
     assert lane.take_ops() == []  # a step may be running
     lane.drop_unwanted()
     assert lane.take_ops() == [Cut(1, 0)]
+
+
+def test_where_nothing_is_shared_only_what_no_session_holds_is_gone_on_from():
+    """Its own slot is given then, although another one is empty; a session's stays for its next turn."""
+    lane = lanes(n_slots=3)
+    lane.sharing.is_off = True
+    plain = hold(lane, A, None, 1.0)
+    again = admit(lane, seq([*A, 4]))
+    assert (again.slot, again.n_kv) == (plain.slot, 19)
+    pinned = hold(lane, B, "chat", 2.0)
+    other = admit(lane, seq([*B, 4]))
+    assert (other.slot != pinned.slot, other.n_kv) == (True, 0)
+    assert lane.pin((b"", "chat")) is pinned
