@@ -7,6 +7,8 @@ one, in cold and warm runs alike, and a sequence that is decoding is one that la
 Rule 1: everybody who decodes gets a row in every step, before any prefill.
 Rule 2: prefill shares what is left, oldest first, at most `prefill_chunk` tokens a sequence. Where nobody
 decodes a step may have `lone_chunk`, of one prompt or several: larger steps are faster, and no stream waits.
+Each prompt that waits adds `prefill_budget` to what a step may hold, up to `MOST_BUDGETS`: what streams wait
+longer for one step, all who are behind it wait less, and rows that decode together cost little more than one.
 Rule 3: a step never needs more cells than are free, nor more tokens than `n_batch`.
 Rule 4: no piece reaches across a multiple of `boundary`, where memory has something that only exists there.
 Rule 5: pieces end at multiples of `PIECE` where they can, because pieces of at least 64 rows use the
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 BY_ARRIVAL, BY_SLOT = attrgetter("arrival"), attrgetter("slot")
 PIECE = 64  # rows; ggml's CPU flash attention changes kernels below this
+MOST_BUDGETS = 4  # so a step takes at most this many times its target
 
 
 class Plannable(Protocol):
@@ -81,7 +84,7 @@ class Limits:
     prefill_chunk: int
     lone_chunk: int
     n_cells: int | None
-    prefill_budget: int  # tokens of prefill that keep the step within its time target
+    prefill_budget: int  # tokens of prefill that keep the step within its time target, for each prompt
     boundary: int | None = None
 
     @classmethod
@@ -116,7 +119,8 @@ def plan_step(ready: Sequence[Plannable], limits: Limits) -> list[Share]:
     shares = [Share(s.slot, s.n_kv, 1, True) for s in decoding]
     room -= len(shares)
     filling.sort(key=BY_ARRIVAL)
-    chunk, budget = limits.prefill_chunk, max(PIECE, limits.prefill_budget)
+    chunk = limits.prefill_chunk
+    budget = max(PIECE, limits.prefill_budget) * min(len(filling), MOST_BUDGETS)
     if not shares:
         budget = max(budget, limits.lone_chunk)
         if len(filling) == 1:

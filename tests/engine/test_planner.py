@@ -214,7 +214,25 @@ def test_an_odd_start_is_brought_to_a_multiple_of_64():
 def test_the_older_prompt_goes_first():
     """Two prompts share a budget of one piece: the older one gets it, whatever its slot."""
     ready = [Lane(0, 0, 300, 2), Lane(1, 0, 300, 1)]
-    assert plan_step(ready, limits(prefill_chunk=64, prefill_budget=PIECE)) == [Share(1, 0, 64, False)]
+    assert plan_step(ready, limits(n_batch=64, prefill_chunk=64)) == [Share(1, 0, 64, False)]
+
+
+@pytest.mark.parametrize(("n_waiting", "rows"), [(1, 63), (2, 127), (3, 191), (4, 255), (9, 255)])
+def test_each_prompt_that_waits_may_lengthen_the_step(n_waiting, rows):
+    """A burst of prompts comes in by larger steps, of four times the target at most; a single one stays as smooth."""
+    waiting = [Lane(1 + i, 0, 301, 1 + i) for i in range(n_waiting)]
+    first, *others = plan_step([Lane(0, 4, 5, 0), *waiting], limits(prefill_budget=PIECE))
+    assert first == Share(0, 4, 1, True)
+    assert sum(share.n for share in others) == rows
+    assert others[0] == Share(1, 0, min(rows, 127), False)
+
+
+def test_a_burst_of_prompts_never_takes_more_than_the_batch():
+    """Twelve prompts beside four streams: the batch is full of whole tiles, and no more."""
+    ready = [Lane(i, 4, 5, i) for i in range(4)] + [Lane(4 + i, 0, 301, 4 + i) for i in range(12)]
+    shares = plan_step(ready, limits(prefill_budget=1000))
+    assert sum(share.n for share in shares) == 512
+    assert [share.slot for share in shares] == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
 def test_the_time_target_binds_only_who_is_not_alone():
