@@ -48,7 +48,8 @@ MEANINGS: dict[type, dict[str, str]] = {
         "pooling": "how the vectors of an input's tokens become one; None: as the model says",
         "prefill_chunk_size": "prompt tokens of one request per step; `math.inf`: no limit; None: half "
         "of `n_batch` where nobody decodes, else a quarter, in multiples of 64",
-        "step_target_s": "how long a step should take while others wait for a token; as much again for each further prompt that waits, up to four times",
+        "step_target_s": "how long a step should take while others wait for a token; as much again for each "
+        "further prompt that waits, up to four times",
         "decode_budget_s": "how long a step may take before it is aborted; None: chosen from measured steps, "
         "and no limit for a call that embeds; 0: no limit",
     },

@@ -38,6 +38,7 @@ from .admission import Lanes
 from .arrivals import Arrivals
 from .burst import Burst, n_steps
 from .cold import ColdPromise, cold_piece
+from .errands import Errands
 from .hits import HitBook
 from .model_thread import ModelThread
 from .parent_hint import ParentHint
@@ -83,10 +84,12 @@ class Actor:
         self._recovery = Recovery(model_id, self._lanes, self._thread, cache)
         self.cache = cache  # whose KV this is, and where it is kept
         self.cold = cold or ColdPromise(backend, facts)
+        self._errands = Errands()
         self._saver = self._resumer = hint = None
         if cache is not None and facts.layout is not None:
             self._saver = Saver(cache, facts, self._lanes, self._thread, self.wake)
-            self._resumer = Resumer(cache, facts, self._lanes, self._thread, self._saver.wait_for_one)
+            wait_for_a_save = self._saver.wait_for_one
+            self._resumer = Resumer(cache, facts, self._lanes, self._thread, self._errands, wait_for_a_save)
             hint = ParentHint(cache, self._saver)
         self.hits = HitBook(
             cache,
@@ -95,7 +98,15 @@ class Actor:
             layout=facts.layout,
         )
         self._arrivals = Arrivals(
-            model_id, self._lanes, self._thread, self.cold, self.hits, self.wake, self._resumer, hint
+            model_id,
+            self._lanes,
+            self._thread,
+            self._errands,
+            self.cold,
+            self.hits,
+            self.wake,
+            self._resumer,
+            hint,
         )
         # Where prefill must stop because a state exists only there and is kept.
         self._boundary = cache.policy.block_tokens if cache is not None and self._lanes.has_state else None
@@ -310,6 +321,7 @@ class Actor:
                 self._arrivals.start(admitted, self._nursery)
             elif not self._park(now):
                 break
+        await self._errands.settle()
         going = self._room.make(now)
         if self._saver is not None and self._saver.must_capture:
             await self._saver.capture()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from .admission import Lanes
     from .cold import ColdPromise
+    from .errands import Errands
     from .hits import HitBook
     from .model_thread import ModelThread
     from .parent_hint import ParentHint
@@ -36,6 +37,7 @@ class Arrivals:
         model_id: str,
         lanes: Lanes,
         thread: ModelThread,
+        errands: Errands,
         cold: ColdPromise,
         hits: HitBook,
         wake: Callable[[], None],
@@ -46,6 +48,7 @@ class Arrivals:
         self._model_id = model_id
         self._lanes = lanes
         self._thread = thread
+        self._errands = errands
         self._cold = cold
         self._hits = hits
         self._wake = wake
@@ -63,6 +66,7 @@ class Arrivals:
             return
         # What an older sequence has or is computing is taken from there; the store is read once for all.
         if self._needs_store(seq) or (seq.exact and not self._cold.known):
+            self._errands.begin()
             nursery.start_soon(self._restore, seq, seq.n_admitted)
         else:
             self._arrived(seq)
@@ -88,12 +92,14 @@ class Arrivals:
             if seq.exact and waits():
                 seq.times.admitted = trio.current_time()  # it waited for that; nothing of it was restored
             if self._hint is not None and self._hint.is_pending(seq):
-                await self._hint.wait(seq)
+                with self._errands.elsewhere():
+                    await self._hint.wait(seq)
             if waits() and self._resumer is not None and seq.options.cache != "off":
                 await self._resumer.restore(seq, stay)
         finally:
             if waits():
                 self._arrived(seq)
+            self._errands.end()
             self._wake()
 
     async def _probe_cold(self, seq: Sequence) -> ErllamaError | None:
@@ -105,7 +111,8 @@ class Arrivals:
         log.info('%s: trying whether exact="cold" holds; this is done once', self._model_id)
         self.tried_for = seq
         try:
-            self._cold.learned(await self._thread.probe_cold())
+            with self._errands.elsewhere():
+                self._cold.learned(await self._thread.probe_cold())
         except ErllamaError as error:
             return error
         finally:

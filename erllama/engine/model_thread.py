@@ -7,7 +7,7 @@ that changed hands is clean by the time anybody computes in it, exports it or re
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import trio
 
@@ -17,7 +17,7 @@ from erllama.types import PartKind
 from .memory_ops import apply_ops
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from erllama.backend import Backend, OptionalBackend, Step, StepResult
 
@@ -26,7 +26,24 @@ if TYPE_CHECKING:
     from .runner import Announce, Runner
 
 T = TypeVar("T")
+Range = tuple[int, int]
 log = logging.getLogger("erllama.engine")
+
+
+class Saved(NamedTuple):
+    """A part that was exported from `block`, and which of its positions are wanted of it."""
+
+    block: Range
+    wanted: Range
+    data: memoryview
+    kind: PartKind
+
+
+class Imported(NamedTuple):
+    """How many parts are in memory now, and why the one behind them is not, if there is one."""
+
+    n: int
+    refusal: str | None
 
 
 class ModelThread:
@@ -38,6 +55,12 @@ class ModelThread:
         self._take_ops = take_ops
         self._broken: ErllamaError | None = None
         self._burst: Burst | None = None  # the steps that run
+        self._n_asked = 0  # calls that run or wait
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether another call comes first: a step, most often."""
+        return self._n_asked > 0
 
     @property
     def is_broken(self) -> bool:
@@ -60,7 +83,11 @@ class ModelThread:
                 raise
             return call(*args)
 
-        return await self._runner.run(with_ops, on_cancel=self.abort)
+        self._n_asked += 1
+        try:
+            return await self._runner.run(with_ops, on_cancel=self.abort)
+        finally:
+            self._n_asked -= 1
 
     async def step(self, step: Step) -> StepResult:
         """Compute a step. Raises: what the backend raises; the context must be rebuilt then."""
@@ -147,16 +174,22 @@ class ModelThread:
         """Write a part of [start, end) of a slot into a buffer; returns bytes written."""
         return await self._run(self._backend.export, slot, start, end, into, part)
 
-    async def import_(
-        self,
-        slot: int,
-        block: tuple[int, int],
-        wanted: tuple[int, int],
-        data: memoryview,
-        part: PartKind = PartKind.BASE,
-    ) -> bool:
-        """Add positions `wanted` of a part of an exported `block` to a slot; False if refused."""
-        return await self._run(self._backend.import_, slot, block, wanted, data, part)
+    async def import_(self, slot: int, parts: Sequence[Saved]) -> Imported:
+        """Add parts to a slot, in order, up to the first that does not arrive.
+
+        Raises: `ErllamaError` where memory could not be made ready; nothing was imported then.
+        """
+        return await self._run(self._import, slot, parts)
+
+    def _import(self, slot: int, parts: Sequence[Saved]) -> Imported:
+        for n, (block, wanted, data, kind) in enumerate(parts):
+            try:
+                if not self._backend.import_(slot, block, wanted, data, kind):
+                    return Imported(n, "llama.cpp took none of it")
+            except ErllamaError as error:
+                # As text: who keeps the exception keeps its frames, and with them the buffers.
+                return Imported(n, str(error))
+        return Imported(len(parts), None)
 
     async def is_at(self, slot: int, n: int) -> bool:
         """Whether a slot can go on at `n`."""

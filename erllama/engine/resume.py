@@ -25,6 +25,7 @@ from erllama.kvcache.kinds import PartKind
 
 from .bare import bare_errors
 from .cold import cold_piece
+from .model_thread import Saved
 from .restore_plan import Piece, RestorePlan, StoredNode, plan_restore
 from .spelling import Spelling
 from .state import Phase
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from .admission import Lanes
     from .cache_link import CacheLink
+    from .errands import Errands
     from .model_thread import ModelThread
     from .sequence import Sequence
 
@@ -45,7 +47,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("erllama.engine")
 SAVE_PATIENCE_S = 2.0  # for one save of what holds the cells that are wanted
 ROOM_PATIENCE_S = 2.0  # for RAM that other restores and saves hold, from one block of ours to the next
-READ_AHEAD = 3  # blocks: one that is imported, two that are read meanwhile
+READ_AHEAD = 3  # blocks from files: one that is imported, two that are read meanwhile
+IMPORT_BYTES = 128 << 20  # in one call, during which nobody computes: some 25 ms; read ahead where others run
 MAX_TRIES = 8  # each finds less than the one before
 
 
@@ -58,6 +61,7 @@ class Resumer:
         facts: BackendFacts,
         lanes: Lanes,
         thread: ModelThread,
+        errands: Errands,
         wait_for_a_save: WaitForASave,
     ) -> None:
         """`wait_for_a_save` returns when one of the saves under way is over."""
@@ -69,6 +73,7 @@ class Resumer:
         self._spelling = Spelling(cache, facts, lanes)
         self._lanes = lanes
         self._thread = thread
+        self._errands = errands
 
     def has_more(self, seq: Sequence) -> bool:
         """Whether the store holds more of `seq` than live sequences do. A plain read.
@@ -114,6 +119,7 @@ class Resumer:
                 self._layout,
                 self._lanes,
                 self._thread,
+                self._errands,
                 self._wait_for_a_save,
             )
             done = await restore.run()
@@ -144,8 +150,10 @@ class _Restore:
         layout: Layout,
         lanes: Lanes,
         thread: ModelThread,
+        errands: Errands,
         wait_for_a_save: WaitForASave,
     ) -> None:
+        self._errands = errands
         self._wait_for_a_save = wait_for_a_save
         self._seq, self._stay, self._lease, self._plan = seq, stay, lease, plan
         self._cache, self._layout, self._lanes, self._thread = cache, layout, lanes, thread
@@ -160,7 +168,7 @@ class _Restore:
         with ExitStack() as held:
             small = []
             for piece in self._plan.small:  # without them the rest is of no use
-                while (data := await self._lease.load(piece.index, piece.part)) is None:
+                while (data := await self._load(piece)) is None:
                     if not await self._may_load_later(piece):
                         return False
                 self._room_until = math.inf
@@ -173,16 +181,26 @@ class _Restore:
                 if self._n_pieces and self._all_or_nothing and self._seq.n_kv != self._plan.end:
                     self._undo()
 
+    async def _load(self, piece: Piece) -> memoryview | None:
+        if self._lease.is_in_ram(piece.index, piece.part):
+            return await self._lease.load(piece.index, piece.part)
+        with self._errands.elsewhere():
+            return await self._lease.load(piece.index, piece.part)
+
+    async def _wait_for(self, readings: Iterable[_Reading]) -> None:
+        for reading in readings:
+            if not reading.done.is_set():
+                with self._errands.elsewhere():
+                    await reading.done.wait()
+
     async def _reserve_all(self, held: ExitStack) -> bool:
         """Cells for everything; where nothing can be cut, half a restore is worth nothing.
 
         Cells of residents are free as soon as these are saved, which takes less than computing it all again.
         """
-        pieces = self._plan.base
-        n_cells = sum(piece.wanted[1] - piece.wanted[0] for piece in pieces)
-        n_cells += max((self._n_passing(piece) for piece in pieces), default=0)
+        n_cells = self._n_cells(self._plan.base)
         while not self._has_room(n_cells) and self._lanes.is_saving:
-            with trio.move_on_after(SAVE_PATIENCE_S) as patience:
+            with self._errands.elsewhere(), trio.move_on_after(SAVE_PATIENCE_S) as patience:
                 await self._wait_for_a_save()
             if patience.cancelled_caught:
                 break
@@ -191,9 +209,11 @@ class _Restore:
         held.enter_context(self._lanes.reserving(n_cells))
         return True
 
-    def _n_passing(self, piece: Piece) -> int:
-        """Cells of a block that are not wanted, but pass through the scratch sequence."""
-        return len(self._lease.nodes[piece.index].ids) - (piece.wanted[1] - piece.wanted[0])
+    def _n_cells(self, pieces: list[Piece] | tuple[Piece, ...]) -> int:
+        """What holds these, and what else of one block passes through the scratch sequence at a time."""
+        wanted = [piece.wanted[1] - piece.wanted[0] for piece in pieces]
+        whole = [len(self._lease.nodes[piece.index].ids) for piece in pieces]
+        return sum(wanted) + max([n - m for n, m in zip(whole, wanted, strict=True)], default=0)
 
     def _has_room(self, n_cells: int) -> bool:
         self._lanes.reclaim(n_cells)
@@ -212,31 +232,68 @@ class _Restore:
 
     async def _import_in_order(self, nursery: trio.Nursery, ahead: deque[_Reading]) -> bool:
         still_used = {piece.index for piece in self._plan.small}
-        todo, n_ahead = deque(self._plan.base), READ_AHEAD
+        todo, most_ahead = deque(self._plan.base), len(self._plan.base)
         while _still_wants(self._seq, self._stay):
-            while todo and len(ahead) < n_ahead:
-                ahead.append(_Reading(todo.popleft()))
-                nursery.start_soon(ahead[-1].run, self._lease)
+            others_run = len(self._lanes.running) > 1  # then there is one import a step, and steps are long
+            n_ahead = most_ahead if others_run else min(most_ahead, READ_AHEAD)
+            await self._read_ahead(nursery, todo, ahead, n_ahead)
             if not ahead:
                 return True
-            await ahead[0].done.wait()
-            piece, data = ahead[0].piece, ahead[0].data
-            if data is None:
+            await self._wait_for(ahead if others_run else [ahead[0]])
+            if ahead[0].data is None:
+                piece = ahead[0].piece
                 is_last_way = n_ahead == 1 or not self._is_stored(piece)
                 if is_last_way and not await self._may_load_later(piece):
                     return False
-                n_ahead = max(1, n_ahead - 1)  # RAM has no room for so many; with fewer it may have
+                most_ahead = max(
+                    1, min(n_ahead, len(ahead)) // 2
+                )  # RAM has no room for so many; with fewer it may have
                 todo.extendleft(reversed([each.piece for each in ahead]))
                 await self._give_back(ahead)
                 continue
             self._room_until = math.inf
-            with data:  # nobody may look at a buffer that is given back
-                if not await self._block(piece, data):
-                    return False
-            ahead.popleft()
-            if piece.index not in still_used:
-                self._lease.release(piece.index)
+            if not await self._blocks(ready := self._ready(ahead)):
+                return False
+            for _ in ready:
+                piece = ahead.popleft().let_go()
+                if piece.index not in still_used:
+                    self._lease.release(piece.index)
         return False
+
+    async def _read_ahead(
+        self, nursery: trio.Nursery, todo: deque[Piece], ahead: deque[_Reading], n_files: int
+    ) -> None:
+        """What is in RAM costs nothing to hold; of files there are `n_files` at a time.
+
+        With 1 there is one block at all: RAM is scarce, and copies there must be free to go.
+        """
+        n_bytes, most = sum(reading.n_bytes for reading in ahead), n_files
+        n_files -= sum(reading.is_file for reading in ahead)
+        while todo and n_files > 0 and n_bytes < IMPORT_BYTES and (most > 1 or not ahead):
+            is_file = not self._lease.is_in_ram(todo[0].index)
+            piece = todo.popleft()
+            reading = _Reading(piece, self._lease.n_bytes(piece.index), is_file=is_file)
+            ahead.append(reading)
+            n_bytes += reading.n_bytes
+            if is_file:
+                nursery.start_soon(reading.run, self._lease)
+                n_files -= 1
+            else:
+                await reading.run(self._lease)
+
+    def _ready(self, ahead: deque[_Reading]) -> list[_Reading]:
+        """What one call imports: all that has come and finds cells, within `IMPORT_BYTES`."""
+        ready: list[_Reading] = []
+        n_bytes = 0
+        for reading in ahead:
+            n_bytes += reading.n_bytes
+            if reading.data is None or (ready and n_bytes > IMPORT_BYTES):
+                break
+            ready.append(reading)
+        if not self._all_or_nothing:
+            while len(ready) > 1 and not self._has_room(self._n_cells([each.piece for each in ready])):
+                ready.pop()
+        return ready
 
     async def _may_load_later(self, piece: Piece) -> bool:
         """After a load in vain, when nothing else can be given back: whether to try again, after a moment."""
@@ -244,7 +301,9 @@ class _Restore:
         self._room_until = min(self._room_until, trio.current_time() + ROOM_PATIENCE_S)
         if self.found_damage or trio.current_time() >= self._room_until:
             return False
-        return await self._lease.room_may_come() and _still_wants(self._seq, self._stay)
+        with self._errands.elsewhere():
+            may_come = await self._lease.room_may_come()
+        return may_come and _still_wants(self._seq, self._stay)
 
     def _is_stored(self, piece: Piece) -> bool:
         """Whether what could not be loaded is there: RAM has no room for it. Else it is not found again."""
@@ -252,33 +311,34 @@ class _Restore:
 
     async def _give_back(self, ahead: deque[_Reading]) -> None:
         """Have none of these in memory any more. They are read anew when their turn comes."""
-        for reading in ahead:
-            await reading.done.wait()
+        await self._wait_for(ahead)
         _let_go(ahead)
         for reading in ahead:
             self._lease.unload(reading.piece.index)
         ahead.clear()
 
-    async def _block(self, piece: Piece, data: memoryview) -> bool:
+    async def _blocks(self, readings: list[_Reading]) -> bool:
+        """Import these; True if all of them are in memory."""
         if not _still_wants(self._seq, self._stay):
             return False
+        parts = [(each.piece, each.data) for each in readings if each.data is not None]
         if self._all_or_nothing:
-            return await self._import(piece, data)
-        n_cells = len(self._lease.nodes[piece.index].ids)  # all of it passes through scratch
+            return await self._import(parts) == len(parts)
+        pieces = [piece for piece, _ in parts]
+        n_cells = self._n_cells(pieces)
         if not self._has_room(n_cells):
             return False
         with self._lanes.reserving(n_cells):
-            arrived = await self._import(piece, data)
-        if arrived and _is_in_slot(self._seq, self._stay):
-            self._reached(piece.wanted[1], piece.index)
-            return True
-        return False
+            n = await self._import(parts)
+        if not n or not _is_in_slot(self._seq, self._stay):
+            return False
+        self._reached(pieces[n - 1].wanted[1], pieces[n - 1].index)
+        return n == len(parts)
 
     async def _small(self, small: list[tuple[Piece, memoryview]]) -> bool:
-        for piece, data in small:
-            if not _still_wants(self._seq, self._stay) or not await self._import(piece, data):
-                return False
-        return True
+        if not small:
+            return True
+        return _still_wants(self._seq, self._stay) and await self._import(small) == len(small)
 
     async def _arrive(self) -> bool:
         """Where everything counts at once: it does now."""
@@ -305,22 +365,24 @@ class _Restore:
             log.warning("%s cannot go on at %d: %s", self._seq.request, self._plan.end, str(refused))
             return False
 
-    async def _import(self, piece: Piece, data: memoryview) -> bool:
-        node, seq = self._lease.nodes[piece.index], self._seq
-        self._n_pieces += 1
+    async def _import(self, parts: list[tuple[Piece, memoryview]]) -> int:
+        """How many of these arrived: one crossing for all, between two steps of whoever runs."""
+        nodes, seq = self._lease.nodes, self._seq
+        self._n_pieces += len(parts)
+        saved = [
+            Saved((nodes[piece.index].start, nodes[piece.index].end), piece.wanted, data, piece.part)
+            for piece, data in parts
+        ]
         try:
-            arrived = await self._thread.import_(
-                seq.slot, (node.start, node.end), piece.wanted, data, piece.part
-            )
-        except ErllamaError as refused:
-            # As text: a log record that kept the exception would keep its frames, and with them the buffer.
-            log.warning("restore of %s at %d failed: %s", seq.request, node.start, str(refused))
-            if self._thread.is_broken:
-                return False
-            arrived = False
-        if not arrived:
-            self._refused(piece)
-        return arrived
+            n, refusal = await self._thread.import_(seq.slot, saved)
+        except ErllamaError as broken:
+            n, refusal = 0, str(broken)
+        if n < len(parts):
+            piece, _ = parts[n]
+            log.warning("restore of %s at %d failed: %s", seq.request, nodes[piece.index].start, refusal)
+            if not self._thread.is_broken:
+                self._refused(piece)
+        return n
 
     def _refused(self, piece: Piece) -> None:
         """The bytes are damaged, or a window ring, whose cells nobody counts, had no room for them."""
@@ -352,8 +414,8 @@ class _Restore:
 class _Reading:
     """A block on its way from the store; `data` is None if it is not to be had, or not there yet."""
 
-    def __init__(self, piece: Piece) -> None:
-        self.piece = piece
+    def __init__(self, piece: Piece, n_bytes: int, *, is_file: bool) -> None:
+        self.piece, self.n_bytes, self.is_file = piece, n_bytes, is_file
         self.data: memoryview | None = None
         self.done = trio.Event()
 
@@ -362,11 +424,16 @@ class _Reading:
         self.data = await lease.load(self.piece.index)
         self.done.set()
 
+    def let_go(self) -> Piece:
+        """Nobody may look at a buffer that is given back."""
+        if self.data is not None:
+            self.data.release()
+        return self.piece
+
 
 def _let_go(readings: Iterable[_Reading]) -> None:
     for reading in readings:
-        if reading.data is not None:
-            reading.data.release()
+        reading.let_go()
 
 
 def _note_reach(seq: Sequence, match: Match) -> None:

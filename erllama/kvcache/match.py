@@ -116,6 +116,15 @@ class Lease:
         self._catalog.leases.update(held)
         return held
 
+    def is_in_ram(self, index: int, kind: PartKind = PartKind.BASE) -> bool:
+        """Whether a part of `nodes[index]` can be had without reading a file. A plain read."""
+        return self._catalog.part_of((self.nodes[index].name, kind)) in self._catalog.ram
+
+    def n_bytes(self, index: int, kind: PartKind = PartKind.BASE) -> int:
+        """How large a part of `nodes[index]` is; 0 if it is not there any more. A plain read."""
+        part = self._catalog.part_of((self.nodes[index].name, kind))
+        return int(self._catalog.tree.parts.size[part]) if part else 0
+
     async def load(self, index: int, kind: PartKind = PartKind.BASE) -> memoryview | None:
         """The payload of a part of `nodes[index]`, read-only, valid until released. None is a miss.
 

@@ -219,7 +219,7 @@ def test_the_older_prompt_goes_first():
 
 @pytest.mark.parametrize(("n_waiting", "rows"), [(1, 63), (2, 127), (3, 191), (4, 255), (9, 255)])
 def test_each_prompt_that_waits_may_lengthen_the_step(n_waiting, rows):
-    """A burst of prompts comes in by larger steps, of four times the target at most; a single one stays as smooth."""
+    """A burst of prompts comes in by larger steps, of four targets at most; a single one by smooth ones."""
     waiting = [Lane(1 + i, 0, 301, 1 + i) for i in range(n_waiting)]
     first, *others = plan_step([Lane(0, 4, 5, 0), *waiting], limits(prefill_budget=PIECE))
     assert first == Share(0, 4, 1, True)

@@ -9,6 +9,7 @@ import trio
 import trio.testing
 
 from erllama.backend import MemoryKind, Step, StepResult, StepStatus
+from erllama.engine import errands, resume
 from erllama.errors import DecodeFailed, NativeError
 from erllama.kvcache.store import KvStore
 from erllama.testing import cancel_at_every_checkpoint
@@ -103,6 +104,60 @@ async def test_one_restore_serves_all_who_come_together(autojump_clock) -> None:
         assert bench.n_computed - reads <= 8 * 2
         for answer in answers:
             assert await is_right(answer.context_tokens[:67], answer)
+
+
+class Noted(Watched):
+    """Calls in order: an import, a step of whom the test is not about, or one in which it takes part."""
+
+    def __init__(self, **settings: object) -> None:
+        super().__init__(**settings)
+        self.calls = ""
+        self.before_step = self.note
+
+    def import_(self, slot, block, wanted, data, part=PartKind.BASE):
+        self.calls += "i"
+        return super().import_(slot, block, wanted, data, part)
+
+    def note(self, step: Step) -> StepResult | None:
+        self.calls += "a" if any(row.slot == 1 for row in step.rows) else "s"
+        return self.look(step)
+
+
+async def test_a_restore_beside_a_long_prompt_waits_for_one_step(autojump_clock) -> None:
+    """X21: who comes back from RAM waits for the step that runs and takes part in the next one."""
+    backend = Noted(n_slots=2, step_delay_s=0.01)
+    async with warm(backend, prefill_chunk_size=16) as bench:
+        await stored(bench)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lambda: bench.complete([9] * 400, **GREEDY))
+            await trio.sleep(0.025)
+            backend.calls = ""
+            answer = await bench.complete(PROMPT, **GREEDY)
+            nursery.cancel_scope.cancel()
+        assert answer.stats.n_cached == 69
+        assert await is_right(PROMPT, answer)
+        assert backend.calls.startswith("siiiiia"), backend.calls  # the step that ran comes first
+        await bench.saved()
+
+
+async def test_others_go_on_between_the_calls_of_a_long_restore(autojump_clock, monkeypatch) -> None:
+    """What one call imports is bounded, and so is what others wait for it; what is short goes by itself."""
+    monkeypatch.setattr(resume, "IMPORT_BYTES", 1)
+    monkeypatch.setattr(errands, "MOST_S", 0.005)
+    backend = Noted(n_slots=2, step_delay_s=0.01)
+    async with warm(backend, prefill_chunk_size=16) as bench:
+        await stored(bench)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lambda: bench.complete([9] * 400, **GREEDY))
+            await trio.sleep(0.025)
+            backend.calls = ""
+            answer = await bench.complete(PROMPT, **GREEDY)
+            nursery.cancel_scope.cancel()
+        assert answer.stats.n_cached == 69
+        assert await is_right(PROMPT, answer)
+        assert backend.calls.partition("a")[0].count("i") == 5
+        assert "ii" not in backend.calls
+        await bench.saved()
 
 
 @pytest.mark.parametrize("how", ["refused", "raises"])
