@@ -15,13 +15,14 @@ import trio
 from erllama import models
 
 from .figure import Bar, against, single
-from .own import Own, memcpy_bytes_per_s, open_own
+from .importing import Layout, shares_of_memcpy
+from .own import MIN_TOKENS, Own, memcpy_bytes_per_s, open_own, together
 from .peer import LlamaServer, open_peer
 from .spread import take_turns
 from .workload import Found, NotMeasured, Workload
 
 if TYPE_CHECKING:
-    from .answer import Answer
+    from .answer import Answer, Side
     from .figure import Figure
     from .settings import Settings
 
@@ -33,6 +34,7 @@ NONE_BAR = Bar("<=", 0, "value")
 N_WARM = 3  # restores after each cold run; their median counts
 N_OUT = 4
 PEER_CACHE_MIB = 4096
+HEAD_START_S = 1.0  # of the prompt that is computed
 
 
 async def measure_ram(settings: Settings, found: Found) -> None:
@@ -47,6 +49,62 @@ async def measure_ram(settings: Settings, found: Found) -> None:
         for n in lengths:
             settings.say(f"{n} tokens")
             await _ram(settings, own, peer, n, found)
+        is_dense, tokens = own.memory_kind == "dense", own.prompts.prompt(max(lengths), 5)
+    await _beside(settings, found)
+    if is_dense:  # elsewhere a block has several parts, and only some of its bytes come back
+        await _imports(settings, tokens, lengths, found)
+
+
+async def _imports(settings: Settings, tokens: list[int], lengths: tuple[int, ...], found: Found) -> None:
+    """The native calls alone, by how the cells lie."""
+    n, n_ctx = lengths[1], settings.pick(131_072, 1024)
+    for name, sizes, layout in (
+        ("", lengths, Layout()),
+        (" into fragmented cells", (n,), Layout(fragmented=True)),
+        (" with transposed V (no flash attention)", (n,), Layout(flash_attn=False)),
+        (f" in a context of {n_ctx:,}", (n,), Layout(n_ctx=n_ctx)),
+    ):
+        settings.say(f"import{name}")
+        shares = await trio.to_thread.run_sync(
+            shares_of_memcpy, settings, tokens, sizes, layout, settings.runs(5)
+        )
+        bar = None if name else MEMCPY_BAR
+        for size, values in shares.items():
+            await found.add(single(f"{size} tokens: importing{name}, as a share of memcpy", "×", values, bar))
+
+
+async def _beside(settings: Settings, found: Found) -> None:
+    """The same while another prompt is computed: what comes back should not wait for that."""
+    n, n_other = settings.pick((2048, 6000), (128, 512))
+    n_ctx = n + n_other + 192
+    settings.say(f"{n} tokens beside a prompt of {n_other}")
+    async with AsyncExitStack() as stack:
+        own = await stack.enter_async_context(open_own(settings, n_ctx=n_ctx, n_seq_max=2))
+        sides: list[Side] = [own]
+        if settings.programs is not None:
+            opened = open_peer(settings, n_ctx=n_ctx, n_seq_max=2, cache_ram_mib=PEER_CACHE_MIB)
+            sides.append(await stack.enter_async_context(opened))
+        asks = [partial(_warm_beside_cold, own, side, n, n_other) for side in sides]
+        ours, *others = await take_turns(settings.runs(2), *asks, warm_up=False)
+    name = f"{n} tokens, first token while {n_other} others are computed"
+    theirs = others[0] if others else []
+    await found.add(against(name, "s", ours, theirs, "llama-server, its cache in RAM"))
+
+
+async def _warm_beside_cold(own: Own, side: Side, n: int, n_other: int, run: int) -> float:
+    """Seconds to the first token of a prompt that was asked before and lost both its places."""
+    prompts = own.prompts
+    await side.ask(prompts.prompt(n, 5, run), 1, cache=True)
+    await own.engine.cache.flush()
+    pushing = [partial(side.ask, prompts.prompt(MIN_TOKENS, 96, run, i), 8, cache=True) for i in range(2)]
+    await together(pushing)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(partial(side.ask, prompts.prompt(n_other, 97, run), 1, cache=False))
+        await trio.sleep(HEAD_START_S)
+        again = await side.ask(prompts.prompt(n, 5, run), 1, cache=True)
+        nursery.cancel_scope.cancel()
+    await trio.sleep(HEAD_START_S)  # a peer notices that its client left when its step ends
+    return again.first_token_s
 
 
 async def _ram(settings: Settings, own: Own, peer: LlamaServer | None, n: int, found: Found) -> None:
@@ -89,7 +147,8 @@ def _against_memcpy(own: Own, n: int, rounds: list[list[Answer]]) -> Figure:
     n_bytes = round(own.kv_bytes_per_token * n)
     memcpy = memcpy_bytes_per_s(n_bytes)
     shares = [n_bytes / a.restore_s / memcpy for r in rounds for a in r[1:] if a.restore_s > 0]
-    return single(f"{n} tokens: restoring, as a share of memcpy", "×", shares or [0.0], MEMCPY_BAR)
+    name = f"{n} tokens: restoring, look-up and hand-overs included, as a share of memcpy"
+    return single(name, "×", shares or [0.0])
 
 
 def _what_came_from_elsewhere(n: int, rounds: list[list[Answer]]) -> tuple[str, ...]:
@@ -221,7 +280,8 @@ RAM = Workload(
     title="warm restore from RAM",
     compared=(
         "first token of a prompt whose sequence went to another one meanwhile: look-up, check, import and "
-        "last token, against the same prompt cold; llama-server with its own prompt cache in RAM beside"
+        "last token, against the same prompt cold; llama-server with its own prompt cache in RAM beside, "
+        "also while another prompt is computed; the native import of its blocks against memcpy"
     ),
     measure=measure_ram,
 )
