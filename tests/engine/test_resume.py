@@ -441,3 +441,17 @@ async def test_a_missing_state_explains_itself(autojump_clock, kind: MemoryKind)
         assert bench.actor.n_kept(PROMPT) > 48  # what was computed again is kept again
         assert (answer.miss.reason, answer.miss.index) == ("part_missing", 48)
         assert await is_right([*PROMPT, 7, 7], answer)
+
+
+async def test_who_is_cancelled_while_others_go_first_computes_nothing(autojump_clock) -> None:
+    """The loop waits for a restore when its client leaves: no step is made for it."""
+    backend = Watched(step_delay_s=0.01)
+    async with warm(backend) as bench:
+        await stored(bench)
+        before = len(backend.steps)
+        with trio.move_on_after(0.005) as left:  # the import takes 10 ms
+            await bench.complete([*PROMPT, *[3] * 100], **GREEDY)
+        assert left.cancelled_caught
+        await trio.sleep(1)
+        assert len(backend.steps) == before
+        await bench.saved()
