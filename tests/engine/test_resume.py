@@ -455,3 +455,20 @@ async def test_who_is_cancelled_while_others_go_first_computes_nothing(autojump_
         await trio.sleep(1)
         assert len(backend.steps) == before
         await bench.saved()
+
+
+@pytest.mark.parametrize("n_cells", range(102, 108))
+async def test_nobody_gives_way_to_an_import_that_takes_long(autojump_clock, n_cells: int) -> None:
+    """The last block passes through scratch whole: its cells are not those that streams go on with."""
+    backend = Watched(n_slots=3, step_delay_s=0.2, n_cells=n_cells, n_ctx=n_cells)
+    streams = {"max_tokens": 6, "temperature": 0.0}
+    async with warm(backend) as bench:
+        await stored(bench)
+        async with trio.open_nursery() as nursery:
+            for first in (9, 8):
+                nursery.start_soon(lambda first=first: bench.complete([first, *[5, 6, 7] * 6], **streams))
+            await trio.sleep(0.7)
+            answer = await bench.complete(PROMPT[:53], max_tokens=1)
+        assert bench.actor.statistics().n_preempted == 0
+        assert answer.stats.n_cached >= 48
+        await bench.saved()
