@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("erllama.engine")
 SAVE_PATIENCE_S = 2.0  # for one save of what holds the cells that are wanted
 ROOM_PATIENCE_S = 2.0  # for RAM that other restores and saves hold, from one block of ours to the next
-READ_AHEAD = 3  # blocks from files: one that is imported, two that are read meanwhile
+READ_AHEAD = 3  # blocks from files, at once: one that is imported, two that are read meanwhile
 IMPORT_BYTES = 128 << 20  # in one call, during which nobody computes: some 25 ms; read ahead where others run
 MAX_TRIES = 8  # each finds less than the one before
 
@@ -159,6 +159,7 @@ class _Restore:
         self._cache, self._layout, self._lanes, self._thread = cache, layout, lanes, thread
         # Without a legal place in between, or where any other place would cut the prompt differently.
         self._all_or_nothing = not layout.cuttable or seq.exact
+        self._reads = trio.CapacityLimiter(READ_AHEAD)  # at once: others have files to read and write, too
         self._n_pieces = 0  # imported so far
         self._room_until = math.inf  # when waiting for RAM ends; counted from the first load in vain
         self.found_damage = False
@@ -281,7 +282,7 @@ class _Restore:
             ahead.append(reading)
             n_bytes += reading.n_bytes
             if is_file:
-                nursery.start_soon(reading.run, self._lease)
+                nursery.start_soon(reading.run_within, self._reads, self._lease)
                 n_files -= 1
             else:
                 await reading.run(self._lease)
@@ -428,6 +429,11 @@ class _Reading:
         """Read it. Cancellation: leaves nothing behind."""
         self.data = await lease.load(self.piece.index)
         self.done.set()
+
+    async def run_within(self, reads: trio.CapacityLimiter, lease: Lease) -> None:
+        """The same, when one of `reads` is free."""
+        async with reads:
+            await self.run(lease)
 
     def let_go(self) -> Piece:
         """Nobody may look at a buffer that is given back."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,10 +12,13 @@ import trio
 import erllama
 from erllama import DiskTier, SavePolicy
 from erllama.backend import MemoryKind
+from erllama.kvcache.filetier import FileTier
 from erllama.testing import FakeBackend
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from erllama.types import PartKind
 
 BLOCK = 1024
 BLOCK_BYTES = 8 * BLOCK
@@ -76,3 +81,37 @@ async def test_so_are_several_at_once(tmp_path: Path, kind: MemoryKind) -> None:
     n_read, n_lacked = await answers(INDEX_BYTES + 2 * BLOCK_BYTES)
     assert n_read == [4 * BLOCK + 4] * 4
     assert n_lacked
+
+
+async def test_a_long_restore_leaves_threads_to_a_short_one(tmp_path: Path, monkeypatch) -> None:
+    """Of a prompt of many blocks a few are read at once: who wants one block is not behind all of them."""
+    short = [1, *PROMPT[: BLOCK + 4]]
+    tier = DiskTier("kv", str(tmp_path))
+    sizes = {"n_ctx": 1 << 15, "n_slots": 3, "n_batch": BLOCK}
+    order: list[bytes] = []
+    began = threading.Event()
+    read = FileTier.read_part
+
+    def slowly(self: FileTier, name: bytes, kind: PartKind, into: memoryview) -> object:
+        order.append(name)
+        began.set()
+        time.sleep(0.01)
+        return read(self, name, kind, into)
+
+    async with erllama.open_engine(tiers=[tier]) as engine:
+        model = await engine.load_model(backend=FakeBackend(**sizes), tier="kv", policy=POLICY)
+        await model.complete(PROMPT, max_tokens=1)
+        await engine.cache.flush()
+        of_long = {bytes.fromhex(node["name"]) for node in engine.cache.dump()}
+        await model.complete(short, max_tokens=1)
+    async with erllama.open_engine(tiers=[tier]) as engine, trio.open_nursery() as nursery:
+        monkeypatch.setattr(FileTier, "read_part", slowly)
+        model = await engine.load_model(backend=FakeBackend(**sizes), tier="kv", policy=POLICY)
+        nursery.start_soon(lambda: model.complete([2] * 70, max_tokens=500, cache="off"))
+        await trio.sleep(0.01)
+        nursery.start_soon(lambda: model.complete(PROMPT, max_tokens=1))
+        await trio.to_thread.run_sync(began.wait)
+        await model.complete(short, max_tokens=1)
+        nursery.cancel_scope.cancel()
+    first = next(i for i, name in enumerate(order) if name not in of_long)
+    assert 0 < first < N_BLOCKS // 2, f"{first} blocks of the long prompt were read first"
