@@ -62,7 +62,7 @@ class ReadAhead:
         return self._most == 1
 
     async def read(self, *, others_run: bool) -> None:
-        """Wait for the next block. Where others run there is one import a step: then for all that were begun."""
+        """Wait for the next block; where others run, with one import a step, for all that were begun."""
         await self._begin(self._most if others_run else min(self._most, N_ALONE))
         await self._wait_for(self._ahead if others_run else [*self._ahead][:1])
 
@@ -83,7 +83,7 @@ class ReadAhead:
                 await reading.run(self._lease)
 
     def ready(self) -> list[Reading]:
-        """What has come, from the next one on and as much as one call may import; empty: that is not to be had."""
+        """What has come, from the next one on, and one call may import; empty if that is not to be had."""
         ready: list[Reading] = []
         n_bytes = 0
         for reading in self._ahead:
