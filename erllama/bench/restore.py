@@ -8,7 +8,7 @@ import tempfile
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
@@ -87,24 +87,42 @@ async def _beside(settings: Settings, found: Found) -> None:
         asks = [partial(_warm_beside_cold, own, side, n, n_other) for side in sides]
         ours, *others = await take_turns(settings.runs(2), *asks, warm_up=False)
     name = f"{n} tokens, first token while {n_other} others are computed"
-    theirs = others[0] if others else []
-    await found.add(against(name, "s", ours, theirs, "llama-server, its cache in RAM"))
+    first_s = [[run.again.first_token_s for run in runs] for runs in (ours, *others)]
+    await found.add(
+        against(name, "s", first_s[0], first_s[1] if others else [], "llama-server, its cache in RAM"),
+        notes=tuple(_was_beside(name, side, runs) for side, runs in zip(sides, (ours, *others), strict=True)),
+    )
 
 
-async def _warm_beside_cold(own: Own, side: Side, n: int, n_other: int, run: int) -> float:
-    """Seconds to the first token of a prompt that was asked before and lost both its places."""
-    prompts = own.prompts
+class _Beside(NamedTuple):
+    again: Answer
+    others_ran: bool  # else that was over when the first token came
+
+
+def _was_beside(name: str, side: Side, runs: list[_Beside]) -> str:
+    n_beside, computed = sum(run.others_ran for run in runs), max(run.again.n_computed for run in runs)
+    sources = sorted({run.again.source for run in runs if run.again.source is not None})
+    came = f", from {', '.join(sources)}" if sources else ""
+    what = f"{computed} computed{came}, the other prompt still ran in {n_beside} of {len(runs)} runs"
+    return f"{name}, {side.name}: {what}."
+
+
+async def _warm_beside_cold(own: Own, side: Side, n: int, n_other: int, run: int) -> _Beside:
+    """The first token of a prompt that was asked before and lost both its places."""
+    prompts, others_seen = own.prompts, list[float]()
     await side.ask(prompts.prompt(n, 5, run), 1, cache=True)
     await own.engine.cache.flush()
     pushing = [partial(side.ask, prompts.prompt(MIN_TOKENS, 96, run, i), 8, cache=True) for i in range(2)]
     await together(pushing)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(partial(side.ask, prompts.prompt(n_other, 97, run), 1, cache=False))
+        other = partial(side.ask, prompts.prompt(n_other, 97, run), 1, cache=False, seen=others_seen)
+        nursery.start_soon(other)
         await trio.sleep(HEAD_START_S)
         again = await side.ask(prompts.prompt(n, 5, run), 1, cache=True)
         nursery.cancel_scope.cancel()
     await trio.sleep(HEAD_START_S)  # a peer notices that its client left when its step ends
-    return again.first_token_s
+    others_ran = not others_seen or others_seen[0] > again.times[0]
+    return _Beside(again, others_ran)
 
 
 async def _ram(settings: Settings, own: Own, peer: LlamaServer | None, n: int, found: Found) -> None:

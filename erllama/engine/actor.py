@@ -312,16 +312,9 @@ class Actor:
 
     async def _turn(self) -> None:
         self._wakeup = trio.Event()
-        self._sweep()
-        self._lanes.drop_unwanted()
-        self._lanes.unpark()
-        now = trio.current_time()
-        while True:
-            if (admitted := self._lanes.admit_next(now)) is not None:
-                self._arrivals.start(admitted, self._nursery)
-            elif not self._park(now):
-                break
-        await self._errands.settle()
+        now = self._change_places()
+        if await self._errands.settle():  # no step for who left meanwhile; who came may take part
+            now = self._change_places()
         going = self._room.make(now)
         if self._saver is not None and self._saver.must_capture:
             await self._saver.capture()
@@ -331,6 +324,18 @@ class Actor:
             await self._step(shares)
         else:
             await self._wait(now)
+
+    def _change_places(self) -> float:
+        """Who was cancelled goes, who waits comes in; returns when."""
+        self._sweep()
+        self._lanes.drop_unwanted()
+        self._lanes.unpark()
+        now = trio.current_time()
+        while True:
+            if (admitted := self._lanes.admit_next(now)) is not None:
+                self._arrivals.start(admitted, self._nursery)
+            elif not self._park(now):
+                return now
 
     async def _wait(self, now: float) -> None:
         """Until something changes, or it is time to park somebody or to give up on a save."""

@@ -49,9 +49,11 @@ class Errands:
         finally:
             self.begin()
 
-    async def settle(self) -> None:
-        """Until there are none, for `MOST_S` at most. Cancellation: harmless."""
-        if self._n:
-            with trio.move_on_after(MOST_S):
-                while self._n:
-                    await self._none.wait()
+    async def settle(self) -> bool:
+        """Until there are none, for `MOST_S` at most; whether there were any. Cancellation: harmless."""
+        if not self._n:
+            return False
+        with trio.move_on_after(MOST_S):
+            while self._n:
+                await self._none.wait()
+        return True

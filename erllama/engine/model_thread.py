@@ -55,12 +55,6 @@ class ModelThread:
         self._take_ops = take_ops
         self._broken: ErllamaError | None = None
         self._burst: Burst | None = None  # the steps that run
-        self._n_asked = 0  # calls that run or wait
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether another call comes first: a step, most often."""
-        return self._n_asked > 0
 
     @property
     def is_broken(self) -> bool:
@@ -83,11 +77,7 @@ class ModelThread:
                 raise
             return call(*args)
 
-        self._n_asked += 1
-        try:
-            return await self._runner.run(with_ops, on_cancel=self.abort)
-        finally:
-            self._n_asked -= 1
+        return await self._runner.run(with_ops, on_cancel=self.abort)
 
     async def step(self, step: Step) -> StepResult:
         """Compute a step. Raises: what the backend raises; the context must be rebuilt then."""

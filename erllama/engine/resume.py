@@ -209,6 +209,11 @@ class _Restore:
         return sum(wanted) + max([n - m for n, m in zip(whole, wanted, strict=True)], default=0)
 
     def _has_room(self, n_cells: int) -> bool:
+        """Whether so many are free, and one for each of the others: the next step is planned meanwhile.
+
+        It would find none otherwise, and send one after another away for cells that are free a moment later.
+        """
+        n_cells += len(self._lanes.running) - 1
         self._lanes.reclaim(n_cells)
         free = self._lanes.n_free_cells
         return free is None or free >= n_cells

@@ -246,6 +246,8 @@ async def test_chats_and_restores_of_a_window_are_measured_by_what_it_keeps(tmp_
     restored, grown = await run_bench(asked(path, workloads=choose(["P3", "P5"]), folder=tmp_path))
     assert (restored.failure, grown.failure) == (None, None)
     assert not any("memcpy" in figure.name for figure in restored.figures)
+    [beside] = [note for note in restored.notes if "the other prompt still ran" in note]
+    assert ": 1 computed, from ram, " in beside  # it had lost its place in memory
     settings = Settings(model=path, folder=tmp_path, n_threads=1)
     n_bytes = []
     for n_ctx in (512, 4096):

@@ -441,3 +441,34 @@ async def test_a_missing_state_explains_itself(autojump_clock, kind: MemoryKind)
         assert bench.actor.n_kept(PROMPT) > 48  # what was computed again is kept again
         assert (answer.miss.reason, answer.miss.index) == ("part_missing", 48)
         assert await is_right([*PROMPT, 7, 7], answer)
+
+
+async def test_who_is_cancelled_while_others_go_first_computes_nothing(autojump_clock) -> None:
+    """The loop waits for a restore when its client leaves: no step is made for it."""
+    backend = Watched(step_delay_s=0.01)
+    async with warm(backend) as bench:
+        await stored(bench)
+        before = len(backend.steps)
+        with trio.move_on_after(0.005) as left:  # the import takes 10 ms
+            await bench.complete([*PROMPT, *[3] * 100], **GREEDY)
+        assert left.cancelled_caught
+        await trio.sleep(1)
+        assert len(backend.steps) == before
+        await bench.saved()
+
+
+@pytest.mark.parametrize("n_cells", range(102, 108))
+async def test_nobody_gives_way_to_an_import_that_takes_long(autojump_clock, n_cells: int) -> None:
+    """The last block passes through scratch whole: its cells are not those that streams go on with."""
+    backend = Watched(n_slots=3, step_delay_s=0.2, n_cells=n_cells, n_ctx=n_cells)
+    streams = {"max_tokens": 6, "temperature": 0.0}
+    async with warm(backend) as bench:
+        await stored(bench)
+        async with trio.open_nursery() as nursery:
+            for first in (9, 8):
+                nursery.start_soon(lambda first=first: bench.complete([first, *[5, 6, 7] * 6], **streams))
+            await trio.sleep(0.7)
+            answer = await bench.complete(PROMPT[:53], max_tokens=1)
+        assert bench.actor.statistics().n_preempted == 0
+        assert answer.stats.n_cached >= 48
+        await bench.saved()
