@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -26,12 +25,13 @@ from erllama.kvcache.kinds import PartKind
 from .bare import bare_errors
 from .cold import cold_piece
 from .model_thread import Saved
+from .read_ahead import ReadAhead
 from .restore_plan import Piece, RestorePlan, StoredNode, plan_restore
 from .spelling import Spelling
 from .state import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Awaitable, Callable
 
     from erllama.backend import BackendFacts, Layout
     from erllama.kvcache.match import Lease, Match
@@ -42,13 +42,12 @@ if TYPE_CHECKING:
     from .model_thread import ModelThread
     from .sequence import Sequence
 
+    Part = tuple[Piece, memoryview]
     WaitForASave = Callable[[], Awaitable[None]]
 
 log = logging.getLogger("erllama.engine")
 SAVE_PATIENCE_S = 2.0  # for one save of what holds the cells that are wanted
 ROOM_PATIENCE_S = 2.0  # for RAM that other restores and saves hold, from one block of ours to the next
-READ_AHEAD = 3  # blocks from files, at once: one that is imported, two that are read meanwhile
-IMPORT_BYTES = 128 << 20  # in one call, during which nobody computes: some 25 ms; read ahead where others run
 MAX_TRIES = 8  # each finds less than the one before
 
 
@@ -159,7 +158,6 @@ class _Restore:
         self._cache, self._layout, self._lanes, self._thread = cache, layout, lanes, thread
         # Without a legal place in between, or where any other place would cut the prompt differently.
         self._all_or_nothing = not layout.cuttable or seq.exact
-        self._reads = trio.CapacityLimiter(READ_AHEAD)  # at once: others have files to read and write, too
         self._n_pieces = 0  # imported so far
         self._room_until = math.inf  # when waiting for RAM ends; counted from the first load in vain
         self.found_damage = False
@@ -187,12 +185,6 @@ class _Restore:
             return await self._lease.load(piece.index, piece.part)
         with self._errands.elsewhere():
             return await self._lease.load(piece.index, piece.part)
-
-    async def _wait_for(self, readings: Iterable[_Reading]) -> None:
-        for reading in readings:
-            if not reading.done.is_set():
-                with self._errands.elsewhere():
-                    await reading.done.wait()
 
     async def _reserve_all(self, held: ExitStack) -> bool:
         """Cells for everything; where nothing can be cut, half a restore is worth nothing.
@@ -227,79 +219,43 @@ class _Restore:
         return free is None or free >= n_cells
 
     async def _base(self) -> bool:
-        """Block after block; the next ones are read by other threads while one is imported."""
-        ahead: deque[_Reading] = deque()
+        """Block after block, several a call; the next ones are read by other threads meanwhile."""
         with bare_errors(), ExitStack() as held:
-            held.callback(_let_go, ahead)
             async with trio.open_nursery() as nursery:
-                done = await self._import_in_order(nursery, ahead)
+                blocks = ReadAhead(self._lease, self._plan.base, self._errands, nursery)
+                held.callback(blocks.let_go)
+                done = await self._import_in_order(blocks)
                 nursery.cancel_scope.cancel()
         return done
 
-    async def _import_in_order(self, nursery: trio.Nursery, ahead: deque[_Reading]) -> bool:
+    async def _import_in_order(self, blocks: ReadAhead) -> bool:
         still_used = {piece.index for piece in self._plan.small}
-        todo, most_ahead = deque(self._plan.base), len(self._plan.base)
         while _still_wants(self._seq, self._stay):
-            others_run = len(self._lanes.running) > 1  # then there is one import a step, and steps are long
-            n_ahead = most_ahead if others_run else min(most_ahead, READ_AHEAD)
-            await self._read_ahead(nursery, todo, ahead, n_ahead)
-            if not ahead:
+            await blocks.read(others_run=len(self._lanes.running) > 1)
+            if blocks.first is None:
                 return True
-            await self._wait_for(ahead if others_run else [ahead[0]])
-            if ahead[0].data is None:
-                piece = ahead[0].piece
-                is_last_way = n_ahead == 1 or not self._is_stored(piece)
-                if is_last_way and not await self._may_load_later(piece):
+            ready = blocks.ready()
+            if not ready:
+                is_last_way = blocks.is_one_by_one or not self._is_stored(blocks.first)
+                if is_last_way and not await self._may_load_later(blocks.first):
                     return False
-                most_ahead = max(
-                    1, min(n_ahead, len(ahead)) // 2
-                )  # RAM has no room for so many; with fewer it may have
-                todo.extendleft(reversed([each.piece for each in ahead]))
-                await self._give_back(ahead)
+                await blocks.start_over()
                 continue
             self._room_until = math.inf
-            if not await self._blocks(ready := self._ready(ahead)):
+            parts = self._that_fit([(each.piece, each.data) for each in ready if each.data is not None])
+            if not await self._blocks(parts):
                 return False
-            for _ in ready:
-                piece = ahead.popleft().let_go()
+            for piece in blocks.imported(len(parts)):
                 if piece.index not in still_used:
                     self._lease.release(piece.index)
         return False
 
-    async def _read_ahead(
-        self, nursery: trio.Nursery, todo: deque[Piece], ahead: deque[_Reading], n_files: int
-    ) -> None:
-        """What is in RAM costs nothing to hold; of files there are `n_files` at a time.
-
-        With 1 there is one block at all: RAM is scarce, and copies there must be free to go.
-        """
-        n_bytes, most = sum(reading.n_bytes for reading in ahead), n_files
-        n_files -= sum(reading.is_file for reading in ahead)
-        while todo and n_files > 0 and n_bytes < IMPORT_BYTES and (most > 1 or not ahead):
-            is_file = not self._lease.is_in_ram(todo[0].index)
-            piece = todo.popleft()
-            reading = _Reading(piece, self._lease.n_bytes(piece.index), is_file=is_file)
-            ahead.append(reading)
-            n_bytes += reading.n_bytes
-            if is_file:
-                nursery.start_soon(reading.run_within, self._reads, self._lease)
-                n_files -= 1
-            else:
-                await reading.run(self._lease)
-
-    def _ready(self, ahead: deque[_Reading]) -> list[_Reading]:
-        """What one call imports: all that has come and finds cells, within `IMPORT_BYTES`."""
-        ready: list[_Reading] = []
-        n_bytes = 0
-        for reading in ahead:
-            n_bytes += reading.n_bytes
-            if reading.data is None or (ready and n_bytes > IMPORT_BYTES):
-                break
-            ready.append(reading)
+    def _that_fit(self, parts: list[Part]) -> list[Part]:
+        """As many as find cells, from the first on, and that one at least. Where all was reserved: all."""
         if not self._all_or_nothing:
-            while len(ready) > 1 and not self._has_room(self._n_cells([each.piece for each in ready])):
-                ready.pop()
-        return ready
+            while len(parts) > 1 and not self._has_room(self._n_cells([piece for piece, _ in parts])):
+                parts.pop()
+        return parts
 
     async def _may_load_later(self, piece: Piece) -> bool:
         """After a load in vain, when nothing else can be given back: whether to try again, after a moment."""
@@ -315,19 +271,10 @@ class _Restore:
         """Whether what could not be loaded is there: RAM has no room for it. Else it is not found again."""
         return self._cache.store.has(self._lease.nodes[piece.index].name, piece.part)
 
-    async def _give_back(self, ahead: deque[_Reading]) -> None:
-        """Have none of these in memory any more. They are read anew when their turn comes."""
-        await self._wait_for(ahead)
-        _let_go(ahead)
-        for reading in ahead:
-            self._lease.unload(reading.piece.index)
-        ahead.clear()
-
-    async def _blocks(self, readings: list[_Reading]) -> bool:
+    async def _blocks(self, parts: list[Part]) -> bool:
         """Import these; True if all of them are in memory."""
         if not _still_wants(self._seq, self._stay):
             return False
-        parts = [(each.piece, each.data) for each in readings if each.data is not None]
         if self._all_or_nothing:
             return await self._import(parts) == len(parts)
         pieces = [piece for piece, _ in parts]
@@ -341,7 +288,7 @@ class _Restore:
         self._reached(pieces[n - 1].wanted[1], pieces[n - 1].index)
         return n == len(parts)
 
-    async def _small(self, small: list[tuple[Piece, memoryview]]) -> bool:
+    async def _small(self, small: list[Part]) -> bool:
         if not small:
             return True
         return _still_wants(self._seq, self._stay) and await self._import(small) == len(small)
@@ -371,7 +318,7 @@ class _Restore:
             log.warning("%s cannot go on at %d: %s", self._seq.request, self._plan.end, str(refused))
             return False
 
-    async def _import(self, parts: list[tuple[Piece, memoryview]]) -> int:
+    async def _import(self, parts: list[Part]) -> int:
         """How many of these arrived: one crossing for all, between two steps of whoever runs."""
         nodes, seq = self._lease.nodes, self._seq
         self._n_pieces += len(parts)
@@ -415,36 +362,6 @@ class _Restore:
         """Let go of what arrived: the slot is at no legal place."""
         if _is_in_slot(self._seq, self._stay):
             self._lanes.cut_back(self._seq, 0 if self._layout.state else self._seq.n_kv)
-
-
-class _Reading:
-    """A block on its way from the store; `data` is None if it is not to be had, or not there yet."""
-
-    def __init__(self, piece: Piece, n_bytes: int, *, is_file: bool) -> None:
-        self.piece, self.n_bytes, self.is_file = piece, n_bytes, is_file
-        self.data: memoryview | None = None
-        self.done = trio.Event()
-
-    async def run(self, lease: Lease) -> None:
-        """Read it. Cancellation: leaves nothing behind."""
-        self.data = await lease.load(self.piece.index)
-        self.done.set()
-
-    async def run_within(self, reads: trio.CapacityLimiter, lease: Lease) -> None:
-        """The same, when one of `reads` is free."""
-        async with reads:
-            await self.run(lease)
-
-    def let_go(self) -> Piece:
-        """Nobody may look at a buffer that is given back."""
-        if self.data is not None:
-            self.data.release()
-        return self.piece
-
-
-def _let_go(readings: Iterable[_Reading]) -> None:
-    for reading in readings:
-        reading.let_go()
 
 
 def _note_reach(seq: Sequence, match: Match) -> None:

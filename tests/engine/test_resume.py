@@ -9,7 +9,7 @@ import trio
 import trio.testing
 
 from erllama.backend import MemoryKind, Step, StepResult, StepStatus
-from erllama.engine import errands, resume
+from erllama.engine import errands, read_ahead
 from erllama.errors import DecodeFailed, NativeError
 from erllama.kvcache.store import KvStore
 from erllama.testing import cancel_at_every_checkpoint
@@ -142,7 +142,7 @@ async def test_a_restore_beside_a_long_prompt_waits_for_one_step(autojump_clock)
 
 async def test_others_go_on_between_the_calls_of_a_long_restore(autojump_clock, monkeypatch) -> None:
     """What one call imports is bounded, and so is what others wait for it; what is short goes by itself."""
-    monkeypatch.setattr(resume, "IMPORT_BYTES", 1)
+    monkeypatch.setattr(read_ahead, "MOST_BYTES", 1)
     monkeypatch.setattr(errands, "MOST_S", 0.005)
     backend = Noted(n_slots=2, step_delay_s=0.01)
     async with warm(backend, prefill_chunk_size=16) as bench:
