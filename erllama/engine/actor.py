@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("erllama.engine")
 UNASKED_ABORTS = 3  # in a row; then the context is rebuilt
+SHORTEST_WAIT_S = 1e-6  # then the clock shows a later time: what is due in less would stay due in as much
 
 
 class Actor:
@@ -339,9 +340,8 @@ class Actor:
 
     async def _wait(self, now: float) -> None:
         """Until something changes, or it is time to park somebody or to give up on a save."""
-        with trio.move_on_after(
-            max(0.0, min(self._room.patience_s(now), self._lanes.park_in_s(now, self._tally.pace)))
-        ):
+        in_s = min(self._room.patience_s(now), self._lanes.park_in_s(now, self._tally.pace))
+        with trio.move_on_after(max(SHORTEST_WAIT_S, in_s)):
             await self._wakeup.wait()
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
