@@ -5,10 +5,10 @@ token, a row of its own. The last token of a prompt is therefore computed exactl
 one, in cold and warm runs alike, and a sequence that is decoding is one that lacks only that row.
 
 Rule 1: everybody who decodes gets a row in every step, before any prefill.
-Rule 2: prefill shares what is left, oldest first, at most `prefill_chunk` tokens a sequence. Where nobody
-decodes a step may have `lone_chunk`, of one prompt or several: larger steps are faster, and no stream waits.
-Each prompt that waits adds `prefill_budget` to what a step may hold, up to `MOST_BUDGETS`: what streams wait
-longer for one step, all who are behind it wait less, and rows that decode together cost little more than one.
+Rule 2: prefill shares what is left, oldest first, at most `prefill_chunk` tokens a sequence, or `lone_chunk`
+where nothing else is to be computed. A step may have `prefill_budget` for each prompt, up to `MOST_BUDGETS`:
+what streams wait longer for one step, all who are behind it wait less, and larger steps are faster. Where
+nobody decodes it may have `lone_chunk` in any case: no stream waits.
 Rule 3: a step never needs more cells than are free, nor more tokens than `n_batch`.
 Rule 4: no piece reaches across a multiple of `boundary`, where memory has something that only exists there.
 Rule 5: pieces end at multiples of `PIECE` where they can, because pieces of at least 64 rows use the
