@@ -13,9 +13,9 @@ from .handle import Owned
 if TYPE_CHECKING:
     from .ffi import Library
 
-# How long threads spin for the next graph before they sleep, in 131,072 rounds: a few milliseconds, more than
-# lies between two steps. Spinning longer takes a core from this event loop, or from another model.
-POLL = 1
+# How long threads spin for the next graph before they sleep, in 131,072 rounds: not at all. A few
+# milliseconds (1) gained nothing with one request, and took cores from this event loop and from other models.
+POLL = 0
 
 
 class ComputeThreads:
