@@ -50,7 +50,8 @@ MEANINGS: dict[type, dict[str, str]] = {
         "of `n_batch` for a prompt that runs alone on memory that can be cut anywhere, else a quarter, in "
         "multiples of 64",
         "step_target_s": "how long a step should take while others wait for a token, with one prompt to "
-        "compute; twice that with two, at most four times; only prompts that have a slot count, not queued ones",
+        "compute; twice that with two, at most four times; only prompts that have a slot count, not queued "
+        "ones",
         "decode_budget_s": "how long a step may take before it is aborted; None: chosen from measured steps, "
         "and no limit for a call that embeds; 0: no limit",
     },
