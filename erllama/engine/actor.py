@@ -314,8 +314,9 @@ class Actor:
     async def _turn(self) -> None:
         self._wakeup = trio.Event()
         now = self._change_places()
-        if await self._errands.settle():  # no step for who left meanwhile; who came may take part
-            now = self._change_places()
+        if self._errands.n:
+            await self._errands.settle()
+            now = self._change_places()  # no step for who left meanwhile; who came may take part
         going = self._room.make(now)
         if self._saver is not None and self._saver.must_capture:
             await self._saver.capture()

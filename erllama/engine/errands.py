@@ -18,26 +18,26 @@ MOST_S = 0.05  # that others wait for one step: an import takes less, and one of
 
 
 class Errands:
-    """Counts those of one model."""
+    """Counts those of one model: `n`."""
 
     def __init__(self) -> None:
-        self._n = 0
+        self.n = 0
         self._none = trio.Event()
         self._none.set()
 
     def __repr__(self) -> str:
-        return f"<Errands {self._n}>"
+        return f"<Errands {self.n}>"
 
     def begin(self) -> None:
         """A task was started, or goes on."""
-        self._n += 1
+        self.n += 1
         if self._none.is_set():
             self._none = trio.Event()
 
     def end(self) -> None:
         """It is done, or waits for something else than the thread."""
-        self._n -= 1
-        if not self._n:
+        self.n -= 1
+        if not self.n:
             self._none.set()
 
     @contextmanager
@@ -49,11 +49,8 @@ class Errands:
         finally:
             self.begin()
 
-    async def settle(self) -> bool:
-        """Until there are none, for `MOST_S` at most; whether there were any. Cancellation: harmless."""
-        if not self._n:
-            return False
+    async def settle(self) -> None:
+        """Wait until there are none, for `MOST_S` at most. Cancellation: harmless."""
         with trio.move_on_after(MOST_S):
-            while self._n:
+            while self.n:
                 await self._none.wait()
-        return True

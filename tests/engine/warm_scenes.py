@@ -65,7 +65,7 @@ class WarmBench(Bench):
         counters = self.store.statistics()
         assert (counters.leases, counters.loads_in_flight) == (0, 0)
         assert self.actor._lanes.reading.total() == self.actor._lanes._n_reserved == 0
-        assert self.actor._errands._n == 0
+        assert self.actor._errands.n == 0
         assert await self.store.check() == []
 
     def forget_live(self) -> None:
