@@ -123,8 +123,8 @@ class Noted(Watched):
         return self.look(step)
 
 
-async def test_a_restore_beside_a_long_prompt_waits_for_one_step(autojump_clock) -> None:
-    """X21: who comes back from RAM waits for the step that runs and takes part in the next one."""
+async def calls_beside_a_long_prompt() -> str:
+    """What is called from when a stored prompt comes back, while another one is computed in pieces."""
     backend = Noted(n_slots=2, step_delay_s=0.01)
     async with warm(backend, prefill_chunk_size=16) as bench:
         await stored(bench)
@@ -136,28 +136,23 @@ async def test_a_restore_beside_a_long_prompt_waits_for_one_step(autojump_clock)
             nursery.cancel_scope.cancel()
         assert answer.stats.n_cached == 69
         assert await is_right(PROMPT, answer)
-        assert backend.calls.startswith("siiiiia"), backend.calls  # the step that ran comes first
         await bench.saved()
+    return backend.calls
+
+
+async def test_a_restore_beside_a_long_prompt_waits_for_one_step(autojump_clock) -> None:
+    """X21: who comes back from RAM waits for the step that runs and takes part in the next one."""
+    calls = await calls_beside_a_long_prompt()
+    assert calls.startswith("siiiiia"), calls  # the step that ran comes first
 
 
 async def test_others_go_on_between_the_calls_of_a_long_restore(autojump_clock, monkeypatch) -> None:
     """What one call imports is bounded, and so is what others wait for it; what is short goes by itself."""
     monkeypatch.setattr(read_ahead, "MOST_BYTES", 1)
     monkeypatch.setattr(errands, "MOST_S", 0.005)
-    backend = Noted(n_slots=2, step_delay_s=0.01)
-    async with warm(backend, prefill_chunk_size=16) as bench:
-        await stored(bench)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(lambda: bench.complete([9] * 400, **GREEDY))
-            await trio.sleep(0.025)
-            backend.calls = ""
-            answer = await bench.complete(PROMPT, **GREEDY)
-            nursery.cancel_scope.cancel()
-        assert answer.stats.n_cached == 69
-        assert await is_right(PROMPT, answer)
-        assert backend.calls.partition("a")[0].count("i") == 5
-        assert "ii" not in backend.calls
-        await bench.saved()
+    calls = await calls_beside_a_long_prompt()
+    assert calls.partition("a")[0].count("i") == 5
+    assert "ii" not in calls
 
 
 @pytest.mark.parametrize("how", ["refused", "raises"])
